@@ -3,9 +3,8 @@
     python benchmarks/autoscaling.py [--output FOLDER]
     python benchmarks/autoscaling.py --drafts-fixed 1
 
-Ray, controller, coordinator, registry, autoscaler and clients are the real ones. The workers are gRPC servers in actors
-of their own that register, load for some seconds, and sleep instead of computing: several real drafts would only share
-the cores of one machine. Writes autoscaling.json and autoscaling.png.
+All of the service is real, with the embedded pair: on one machine its drafts share the cores with everything else, so
+what is looked at is when they come and go, not what each of them brings. Writes autoscaling.json and autoscaling.png.
 """
 
 import os
@@ -16,10 +15,7 @@ from pathlib import Path
 def main() -> int:
     """Runs the command line."""
     # Of this folder only the packages below are meant: transformers looks for a package called kernels.
-    root = str(Path(__file__).resolve().parents[1])
-    sys.path[0] = root
-    # Ray's workers have to find the fake roles.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from benchmarks.autoscaling_bench.command import run
 

@@ -6,7 +6,7 @@ Real servers, real streams, a model so small that a step costs a millisecond. Me
 descriptors: fields at their boundaries, columns of wrong lengths, several openings in one, bytes cut, flipped and
 spliced. Every call has to end with a status that is right for its bytes, or to be served; now and then a correct
 request has to get the tokens that it got at first; and in the end sessions, KV slots, tasks, files and memory have to
-be where they were. The other direction: `VerifyResponse`, `DraftGrowth` and `WorkerReport` are workers that answer a
+be where they were. The other direction: `RoundResults`, `DraftGrowth` and `WorkerReport` are workers that talk to a
 coordinator so, `Lease` are coordinators that answer a worker so.
 """
 

@@ -1,19 +1,18 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu] [imitated] [pool] [rounds]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [sources] [end-to-end] [replicas] [one-gpu] [pool] [rounds]
 #
-# Without names everything, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end, replicas,
-# round-trips and ways. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: imitated,
-# the draft on one GPU beside an imitation of the target's, with which ways of timing rounds, and commits, are compared;
-# pool, the candidate pool's tests, sanitizers and figures (eight minutes); rounds, a target's rounds in process (eight).
+# Without names everything but the last two, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end
+# and replicas. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: pool, the candidate
+# pool's tests, sanitizers and figures (eight minutes); rounds, a target's rounds in process (eight).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
-[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end replicas round-trips ways one-gpu
+[ $# -gt 0 ] || set -- tests ranks draft sources end-to-end replicas one-gpu
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
@@ -45,40 +44,28 @@ widened() {
         "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$folder" --check none ${3:+--max-position-embeddings "$3"}
 }
 
-# end_to_end NAME SECONDS OPTION...: the widened pair through the whole service
+# end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on three cores that never sleep
 end_to_end() {
     widened target 8b
-    with_draft "$@" --target "$checkpoints/target-8b"
-}
-
-# with_draft NAME SECONDS OPTION...: the widened draft and a target, each role on three cores that never sleep
-with_draft() {
     widened draft 160m
     report=$1 seconds=$2 awake="--keep-cores-awake 3"
     shift 2
-    part $((seconds + 90)) "$report" "$python" benchmarks/end_to_end.py --device cuda --draft "$checkpoints/draft-160m" \
-        --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
+    part $((seconds + 90)) "$report" "$python" benchmarks/end_to_end.py --device cuda \
+        --target "$checkpoints/target-8b" --draft "$checkpoints/draft-160m" --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
         --scale-to 3.5 --kv-bytes 32000000000 --time-limit "$seconds" --draft-args="--kv-bytes 12000000000 $awake" \
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
 }
 
-# sources GPUS: each source of growth and their mixtures, then the target's head
+# sources GPUS: each source of growth and their mixtures
 sources() {
     widened target 8b
     widened draft 160m
-    widened eagle 8b
-    source_pass "$1" sources --mixtures off model ngram model+ngram model/ngram --workloads twice edits quotes --time-limit 240
-    source_pass "$1" sources_head --head "$checkpoints/eagle-8b" --mixtures off eagle ngram+eagle --workloads twice edits --time-limit 70
-}
-
-# source_pass GPUS NAME OPTION...
-source_pass() {
-    gpus=$1 report=$2 awake="--keep-cores-awake 3"
-    shift 2
-    part 330 "$report" "$python" benchmarks/sources.py --device cuda --gpus "$gpus" --target "$checkpoints/target-8b" \
+    awake="--keep-cores-awake 3"
+    part 330 sources "$python" benchmarks/sources.py --device cuda --gpus "$1" --target "$checkpoints/target-8b" \
         --draft "$checkpoints/draft-160m" --sessions 16 --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 \
-        --output "$out/$report.json" --logs "$out/$report" --target-args="--kv-bytes 32000000000 $awake" \
-        --draft-args="--kv-bytes 12000000000 $awake" --coordinator-args="$awake" "$@"
+        --mixtures off model ngram model+ngram model/ngram --workloads twice edits quotes --time-limit 240 \
+        --output "$out/sources.json" --logs "$out/sources" --target-args="--kv-bytes 32000000000 $awake" \
+        --draft-args="--kv-bytes 12000000000 $awake" --coordinator-args="$awake"
 }
 
 # rounds NAME SECONDS OPTION...: a target's rounds in process, with prompts of 1,024 tokens
@@ -106,22 +93,13 @@ for name in "$@"; do
         # Side by side: their models are small, and each captures graphs for the better part of a minute.
         ranks) gpu_tests ranks -n 5 --dist load tests/outrider/engine/test_tensor_parallel.py tests/outrider/engine/test_weight_reload.py
             part 240 tensor_parallel "$python" benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 ;;
-        steps) part 240 target_step "$python" benchmarks/target_step.py --quick --output-json "$out/target_step.json" ;;
         draft) for shape in 160m 1b; do
                 part 180 "draft_service_$shape" "$python" benchmarks/draft_service.py --device cuda --shape "$shape" \
                     --keep-cores-awake 4 --json "$out/draft_service_$shape.json"
             done ;;
-        one-graph) widened eagle 8b
-            part 240 one_graph "$python" benchmarks/one_graph.py --shape 8b --head "$checkpoints/eagle-8b" --shapes 1x1 2x1 \
-                --temperatures 0 1 --sessions 64 128 256 1 16 32 8 --seconds 150 --output-json "$out/one_graph.json" ;;
-        eagle) part 90 eagle_step "$python" benchmarks/eagle_step.py --repeats 20 --json "$out/eagle_step.json" ;;
-        # With a draft behind 0, 1 and 3 ms, and with a target on each GPU; a machine's cores are shared by what is started.
-        end-to-end) end_to_end end_to_end 280 --setups apart --sessions 1 16 64 4 --temperatures 0 1 --prepare 2.5 --rtt-ms 1 3 ;;
+        # A machine's cores are shared by what is started.
+        end-to-end) end_to_end end_to_end 280 --setups apart --sessions 1 16 64 4 --temperatures 0 1 --prepare 2.5 ;;
         replicas) end_to_end replicas 150 --setups apart replicas --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
-        round-trips) end_to_end round_trips 150 --setups --sessions 1 --temperatures 0 --rtt-ms 1 3 --rtt-links draft target --turns 2 ;;
-        # Each way of timing rounds by itself beside what the trials find, before which they have compared all of them.
-        ways) end_to_end ways 280 --setups apart --sessions 1 16 64 --temperatures 1 0 --rounds ahead never-wait wait \
-            --prepare 2.5 --coordinator-args="--keep-cores-awake 2" ;;
         # Sanitizers see one short history of every kernel.
         pool) gpu_tests pool_tests tests/kernels/pool tests/outrider/engine/test_round_rings.py
             for tool in memcheck racecheck; do
@@ -140,12 +118,8 @@ for name in "$@"; do
             rounds rounds_model 180 --modes model --sessions 1 16 64 --draft "$checkpoints/draft-160m" \
                 --kv-bytes 32000000000 --draft-kv-bytes 12000000000 ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
-        # KV of as many tokens as 32 GB hold of the 8B shape's.
-        imitated) side_by_side with_draft imitated 200 --gpus 1 --setups "imitated target" --sessions 1 16 --temperatures 0 1 \
-            --modes off async --rounds ahead never-wait --prepare 2.5 --coordinator-args="--keep-cores-awake 2" \
-            --target-args="--kv-bytes 625000000 --keep-cores-awake 3" ;;
         sources) if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then sources 2; else side_by_side sources 1; fi ;;
-        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu, imitated, pool, rounds" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, draft, sources, end-to-end, replicas, one-gpu, pool, rounds" >&2; exit 2 ;;
     esac
 done
 exit $failed

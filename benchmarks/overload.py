@@ -1,16 +1,13 @@
 """A coordinator at several times its capacity: who is refused, how soon, and what the others notice.
 
-    python benchmarks/overload.py [--workers simulated|real|virtual] [--max-queue-wait-s S] [--storm-s 10] [--json]
+    python benchmarks/overload.py [--max-queue-wait-s S] [--storm-s 10] [--json]
 
 A closed loop of as many clients as there are places finds the capacity in requests a second. Then requests come at
 random times, whatever becomes of the ones before: at normal load, at `--overload` times the capacity, and at normal
 load again. Times count from the moment when a request was to be sent, so they hold what this process itself adds; how
 late it was by its own clock is the last column.
 
-`--workers simulated` are fake workers of given step times beside a real coordinator process, which then is what is
-measured; `--workers real` is the embedded pair, whose processes share this machine's cores with the clients. With
-`--workers virtual` time is virtual: what the queue does to those who are let in, whatever this machine is busy with;
-refusals and memory are not measured there.
+What serves is the embedded pair; its processes share this machine's cores with the clients.
 """
 
 import os

@@ -1,7 +1,7 @@
 """What each source of growth is worth where text repeats itself, through the whole service.
 
     python benchmarks/sources.py                                            the embedded pair on a CPU
-    python benchmarks/sources.py --mixtures off model ngram model+ngram eagle
+    python benchmarks/sources.py --mixtures off model/ngram                 one worker a source
     python benchmarks/sources.py --device cuda --gpus 2 --shapes 8b 160m    two GPUs, the widened pair
 
 Three workloads (benchmarks/source_bench/workloads.py): code edits of a given file, answers that quote a passage, and

@@ -2,10 +2,10 @@
 
     python benchmarks/tls_cost.py [--round-trips 2000]
 
-A server as a worker has it answers every message of a Verify stream at once with one of 1 KiB; the caller sends trees
-of the given sizes and waits for the answer. Both ends share this process, so the processor time a round trip takes is
-that of both. The two ways take turns, block by block, so that whatever else the machine does falls on both alike. A new
-connection's handshake is measured apart.
+A server as a worker has it answers every message of a Verify stream at once with one of 1 KiB; the caller sends
+messages of the given sizes and waits for the answer. Both ends share this process, so the processor time a round trip
+takes is that of both. The two ways take turns, block by block, so that whatever else the machine does falls on both
+alike. A new connection's handshake is measured apart.
 """
 
 import argparse
@@ -33,9 +33,8 @@ _CONNECTIONS = 30
 
 class _Echo(target_pb2_grpc.TargetServiceServicer):
     async def Verify(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
-        answer = target_pb2.VerifyResponse(tokens=[1 << 20] * 300)
-        async for request in request_iterator:
-            answer.step = request.step
+        answer = target_pb2.RoundResults(tokens=[1 << 20] * 300)
+        async for _ in request_iterator:
             await context.write(answer)
 
 
@@ -50,7 +49,7 @@ def _server(tls: TlsConfig | None) -> rpc.RoleServer:
 
 async def _round_trips(address: str, tls: TlsConfig | None, size: int, count: int) -> tuple[list[float], float]:
     """Microseconds of each round trip, and processor time of one."""
-    request = target_pb2.VerifyRequest(opens=[{"prompt": bytes(size)}])
+    request = target_pb2.RoundCommands(opens=[{"prompt": bytes(size)}])
     async with rpc.open_channel(address, tls=tls, peer=Role.TARGET) as channel:
         call: Any = target_pb2_grpc.TargetServiceStub(channel).Verify()
         await call.write(request)

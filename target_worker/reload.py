@@ -108,7 +108,10 @@ class Reloader:
             else:
                 return known
         self._checked = None
-        self._checked = await asyncio.to_thread(check_weights, self._runner.running(), folder)
+        try:
+            self._checked = await asyncio.to_thread(check_weights, self._runner.running(), folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from error
         return self._checked
 
     def _swap(self, rounds: RoundLoop, checked: CheckedWeights, found: common_pb2.Weights) -> int:

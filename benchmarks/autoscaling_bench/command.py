@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.autoscaling_bench import prediction, report
-from benchmarks.autoscaling_bench.fake_roles import fake_roles
+from benchmarks.autoscaling_bench import report
 from benchmarks.autoscaling_bench.load import Record, drive
-from benchmarks.simulation.settings import Settings
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     """A table, JSON and a picture; the exit code says whether the drafts reached their maximum in time."""
     parser = argparse.ArgumentParser(
         prog="benchmarks/autoscaling.py",
-        description="Load that triples for a while: real coordinator, registry, Ray, controller and autoscaler.",
+        description="Load that triples for a while, and drafts that follow it.",
     )
     parser.add_argument("--clients", type=int, default=4, help="before and after (default 4)")
     parser.add_argument("--factor", type=int, default=3, help="times as many in between (default 3)")
@@ -45,18 +43,9 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--drafts-fixed", type=int, help="so many throughout instead of autoscaling, to compare")
     parser.add_argument("--draft-cost", type=float, default=DeployConfig.autoscale_draft_cost)
     parser.add_argument("--down-s", type=float, default=DeployConfig.autoscale_down_s)
-    parser.add_argument("--target-step-ms", type=float, default=30.0)
-    parser.add_argument("--draft-step-ms", type=float, default=9.0)
-    parser.add_argument("--draft-width", type=int, default=12, help="nodes that a draft's step expands (default 12)")
-    parser.add_argument("--places", type=int, default=4, help="sessions that a draft takes (default 4)")
-    parser.add_argument("--draft-load-s", type=float, default=3.0, help="that a draft takes to load (default 3)")
     parser.add_argument("--within-s", type=float, default=15.0, help="promised time to the most drafts (default 15)")
-    parser.add_argument("--model", action="store_true", help="instead, on virtual time: what the model promises")
     parser.add_argument("--output", type=Path, default=Path("autoscaling"), help="folder for the JSON and the picture")
     chosen = parser.parse_args(arguments)
-    if chosen.model:
-        Console().print(prediction.table())
-        return 0
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     plan = list(zip((chosen.clients, chosen.clients * chosen.factor, chosen.clients), chosen.seconds, strict=True))
     record, status = asyncio.run(_measure(chosen, plan))
@@ -86,26 +75,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _measure(chosen: argparse.Namespace, plan: Sequence[tuple[int, float]]) -> tuple[Record, dict[str, Any]]:
-    settings = Settings(
-        target_step_ms=chosen.target_step_ms, draft_step_ms=chosen.draft_step_ms, draft_width=chosen.draft_width
-    )
     scaling: dict[str, Any] = {"drafts": chosen.drafts_fixed}
     if chosen.drafts_fixed is None:
         scaling = {"drafts": 1, "min_drafts": 1, "max_drafts": chosen.max_drafts}
         scaling |= {"autoscale_draft_cost": chosen.draft_cost, "autoscale_down_s": chosen.down_s}
-    config = DeployConfig(name="autoscaling", port=0, start_timeout_s=60.0, **scaling)
-    roles = fake_roles(settings, draft_load_s=chosen.draft_load_s, places=chosen.places)
-    async with Deployment(config, roles=roles) as deployment:
+    config = DeployConfig(name="autoscaling", port=0, start_timeout_s=120.0, target_threads=1, **scaling)
+    async with Deployment(config) as deployment:
         record = await drive(deployment, plan)
         return record, await deployment.status()
 
 
 def _title(chosen: argparse.Namespace) -> str:
-    return (
-        f"{chosen.clients} clients, {chosen.factor} times as many for {chosen.seconds[1]:g} s\n"
-        f"target {chosen.target_step_ms:g} ms, draft step {chosen.draft_step_ms:g} ms of {chosen.draft_width} nodes, "
-        f"at most {chosen.places} sessions"
-    )
+    return f"{chosen.clients} clients, {chosen.factor} times as many for {chosen.seconds[1]:g} s"
 
 
 def _table(found: Sequence[dict[str, Any]]) -> Table:

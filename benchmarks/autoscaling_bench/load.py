@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from outrider.client import AsyncClient
 from outrider.deploy.cluster import Deployment
+from outrider.models import held_out_prompts
 
-_TOKENS = 512
+_TOKENS = 256
 _LOOK_S = 0.5
 
 
@@ -37,7 +38,7 @@ class Load:
     def __init__(self, endpoint: str, record: Record, began_s: float) -> None:
         self._client = AsyncClient(endpoint)
         self._record, self._began_s = record, began_s
-        self._keys = itertools.count(1)
+        self._prompts, self._keys = held_out_prompts(), itertools.count()
         self._clients: list[asyncio.Task[None]] = []
 
     def resize(self, clients: int) -> None:
@@ -62,7 +63,7 @@ class Load:
     async def _run(self) -> None:
         while True:
             try:
-                prompt = [next(self._keys) % 8000 + 1, 1]
+                prompt = self._prompts[next(self._keys) % len(self._prompts)]
                 async with self._client.stream(prompt, max_new_tokens=_TOKENS, ignore_eos=True) as stream:
                     async for delta in stream:
                         self._record.deltas.append((time.monotonic() - self._began_s, len(delta.token_ids)))

@@ -163,4 +163,3 @@ def runs_of(prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: 
         Run(prompt=prompt, sampling=replace(sampling, seed=number))
         for prompt, number in zip(prompts, numbers, strict=True)
     ]
-

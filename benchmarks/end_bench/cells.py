@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
 
 # Cells that a killed run should not have left out come first.
 _FIRST_MODES = ("off", "async", "sync")
@@ -22,34 +21,10 @@ class Setup(StrEnum):
     """A target on each of two GPUs, no draft."""
     THREE_TARGETS = "three targets"
     """A target on each of three GPUs, and one draft for all of them on a fourth."""
-    FAR_DRAFT = "far draft"
-    """As apart, with a round trip added between draft and coordinator."""
-    FAR_TARGET = "far target"
-    """As apart, with a round trip added between target and coordinator."""
-    IMITATED = "imitated target"
-    """The draft and, on the same GPU, a small target whose steps take what a larger one's take on a GPU of its own: an
-    imitation, with which ways of timing rounds, and commits, are compared. It is no measurement of two GPUs."""
-
-    @property
-    def is_far(self) -> bool:
-        """Whether a link is delayed."""
-        return self in {Setup.FAR_DRAFT, Setup.FAR_TARGET}
 
 
-BASES = (Setup.APART, Setup.SHARED, Setup.IMITATED)
+BASES = (Setup.APART, Setup.SHARED)
 """Those whose `off` others may be compared with: the first of them that is asked for."""
-
-
-class Service(NamedTuple):
-    """What has a coordinator of its own; workers are shared by all services of their setups.
-
-    Attributes:
-        setup: which workers it has.
-        round_timing: how it times rounds, as its option --rounds.
-    """
-
-    setup: Setup
-    round_timing: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +36,8 @@ class Cell:
         mode: off, sync or async.
         temperature: of all requests.
         sessions: that run at a time.
-        rtt_ms: round trip added to the delayed link.
         rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
-        round_timing: how its rounds are timed, as the coordinator's option --rounds.
         turn: the cells of one turn are compared with each other.
         most_gpus: that there are; workers of further ones share the last.
     """
@@ -73,17 +46,10 @@ class Cell:
     mode: str
     temperature: float
     sessions: int
-    rtt_ms: float = 0.0
     rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
-    round_timing: str = "learned"
     turn: int = 0
     most_gpus: int = 4
-
-    @property
-    def service(self) -> Service:
-        """That runs it."""
-        return Service(self.setup, self.round_timing)
 
     @property
     def gpus(self) -> int:
@@ -94,7 +60,7 @@ class Cell:
     def _wanted_gpus(self) -> int:
         if self.setup is Setup.THREE_TARGETS:
             return 4
-        if self.setup in {Setup.SHARED, Setup.IMITATED} or (self.mode == "off" and self.setup is not Setup.REPLICAS):
+        if self.setup is Setup.SHARED or (self.mode == "off" and self.setup is not Setup.REPLICAS):
             return 1
         return 2
 
@@ -107,10 +73,6 @@ class Cell:
     def name(self) -> str:
         """In a line of progress."""
         parts = [f"{self.mode} {self.setup}"]
-        if self.setup.is_far:
-            parts.append(f"{self.rtt_ms:g} ms")
-        if self.round_timing != "learned":
-            parts.append(self.round_timing)
         if self.rule != "coupled":
             parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
         return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
@@ -122,12 +84,8 @@ class Plan:
 
     Attributes:
         sessions, temperatures, modes: of the cells that are compared with each other.
-        setups: beside those of delayed links.
-        round_timings: ways of timing rounds, each compared with async.
+        setups: of the cells.
         baselines_at: temperatures of the setups but apart.
-        rtt_ms: round trips, each a cell of every delayed link at the first temperature.
-        rtt_links: draft, target.
-        rtt_sessions: sessions of these.
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
         turns: how often all of it.
@@ -138,11 +96,7 @@ class Plan:
     temperatures: Sequence[float]
     modes: Sequence[str]
     setups: Sequence[Setup]
-    round_timings: Sequence[str] = ()
     baselines_at: Sequence[float] = ()
-    rtt_ms: Sequence[float] = ()
-    rtt_links: Sequence[str] = ("draft",)
-    rtt_sessions: Sequence[int] = (1,)
     rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
     turns: int = 1
@@ -151,7 +105,7 @@ class Plan:
 
 def cells_of(plan: Plan) -> list[Cell]:
     """All cells, turn after turn, those that the others are compared with first."""
-    cells = dict.fromkeys([*_compared(plan), *_far(plan), *_baselines(plan), *_ruled(plan), *_synthetic(plan)])
+    cells = dict.fromkeys([*_compared(plan), *_baselines(plan), *_ruled(plan), *_synthetic(plan)])
     return [replace(cell, turn=turn, most_gpus=plan.gpus) for turn in range(plan.turns) for cell in cells]
 
 
@@ -163,21 +117,7 @@ def _compared(plan: Plan) -> Iterator[Cell]:
     for temperature in plan.temperatures:
         for sessions in plan.sessions:
             for mode in modes:
-                cell = Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions)
-                yield cell
-                if mode == "async":
-                    yield from (replace(cell, round_timing=way) for way in plan.round_timings)
-
-
-def _far(plan: Plan) -> Iterator[Cell]:
-    links = {"draft": Setup.FAR_DRAFT, "target": Setup.FAR_TARGET}
-    # Nothing added, but through the same relay: what the relay itself costs.
-    for rtt_ms in (0.0, *plan.rtt_ms) if plan.rtt_ms else ():
-        for link in plan.rtt_links:
-            for sessions in plan.rtt_sessions:
-                yield Cell(
-                    setup=links[link], mode="async", temperature=plan.temperatures[0], sessions=sessions, rtt_ms=rtt_ms
-                )
+                yield Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions)
 
 
 def _ruled(plan: Plan) -> Iterator[Cell]:
@@ -212,6 +152,6 @@ def _baselines(plan: Plan) -> Iterator[Cell]:
                         yield Cell(setup=setup, mode=mode, temperature=temperature, sessions=sessions)
 
 
-def services_of(cells: Iterable[Cell]) -> list[Service]:
-    """Those that occur."""
-    return list(dict.fromkeys(cell.service for cell in cells))
+def setups_of(cells: Iterable[Cell]) -> list[Setup]:
+    """Return those that occur."""
+    return list(dict.fromkeys(cell.setup for cell in cells))

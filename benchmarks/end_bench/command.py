@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.end_bench import report
-from benchmarks.end_bench.cells import Cell, Service, Setup, cells_of, services_of
-from benchmarks.end_bench.checkpoints import narrow_target, widen_pair
+from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
+from benchmarks.end_bench.checkpoints import widen_pair
 from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
@@ -118,11 +118,7 @@ def measure(run: Run, console: Console) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
             target, draft = widen_pair(arguments.shapes, folder)
             say("the pair is written")
-        if draft is not None and Setup.IMITATED in arguments.setups:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
-            target = narrow_target(draft, folder / "target")
-            say("the imitated target is written")
-        wanted = services_of(cells)
+        wanted = setups_of(cells)
         options = service_options(arguments, target, draft, coordinators=len(wanted), most_s=run.left_s)
         services = stack.enter_context(Services(options, wanted, say, log_folder=arguments.output))
         bench = Bench(
@@ -136,9 +132,9 @@ def measure(run: Run, console: Console) -> None:
 
 
 def _measure_all(run: Run, bench: Bench, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
-    known: set[tuple[Service, str, int]] = set()
+    known: set[tuple[Setup, str, int]] = set()
     for number, cell in enumerate(cells):
-        way = (cell.service, cell.mode, cell.sessions)
+        way = (cell.setup, cell.mode, cell.sessions)
         warm_up_s = run.arguments.warm_up + (0 if way in known else run.arguments.prepare)
         known.add(way)
         if run.left_s < warm_up_s + bench.measure_s + 2 * _LEAD_S:
@@ -166,7 +162,7 @@ class Bench:
         prompts: of the requests, as token ids.
         max_new_tokens: of every request.
         measure_s: how long a cell is looked at.
-        prefilled: of each service, sessions whose first prompts its targets have seen.
+        prefilled: of each setup, sessions whose first prompts its targets have seen.
     """
 
     services: Services
@@ -174,12 +170,11 @@ class Bench:
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     measure_s: float
-    prefilled: dict[Service, int] = field(default_factory=dict)
+    prefilled: dict[Setup, int] = field(default_factory=dict)
 
     def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
         """Measures one cell, after so many seconds of its load."""
-        endpoint = self.services.endpoints[cell.service]
-        self.services.add_rtt(cell.setup, cell.rtt_ms)
+        endpoint = self.services.endpoints[cell.setup]
         begin_s = time.monotonic() + _LEAD_S + warm_up_s
         load = Load(
             endpoint=endpoint,
@@ -196,10 +191,10 @@ class Bench:
             begin_s=begin_s,
             end_s=begin_s + self.measure_s,
         )
-        if cell.sessions > self.prefilled.get(cell.service, 0):
+        if cell.sessions > self.prefilled.get(cell.setup, 0):
             begin_s += self._prefill(load)
             load = replace(load, begin_s=begin_s, end_s=begin_s + self.measure_s)
-            self.prefilled[cell.service] = cell.sessions
+            self.prefilled[cell.setup] = cell.sessions
         futures = self.drivers.drive(load)
         time.sleep(max(0.0, load.begin_s - time.monotonic()))
         before = _totals(endpoint)
@@ -229,8 +224,7 @@ def _totals(endpoint: str) -> generation_pb2.ServerInfo:
 
 def _title(found: dict[str, Any]) -> str:
     settings = found["settings"]
-    target = "an imitated target" if Setup.IMITATED in settings["setups"] else settings["target"]
-    pair = " and ".join(settings["shapes"] or [str(target or "the embedded target"), "its draft"])
+    pair = " and ".join(settings["shapes"] or [str(settings["target"] or "the embedded target"), "its draft"])
     gpus = found["machine"].get("gpus")
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['machine']['cores']} cores"
     return f"{pair}, {where}"

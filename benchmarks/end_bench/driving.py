@@ -17,7 +17,6 @@ import uvloop
 
 from outrider.client import AsyncClient, GenerateOptions
 from outrider.errors import Overloaded
-from outrider.v1 import generation_pb2
 
 Rule = Literal["coupled", "target_only", "rejection", "synthetic"]
 
@@ -74,12 +73,8 @@ class Round:
 
     step: int
     result_ns: int
-    waited_ns: int
     step_ns: int
     forward_ns: int
-    nodes: int
-    emitted: int
-    ahead_ns: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -169,21 +164,10 @@ async def _session(client: AsyncClient, load: Load, session: int, driven: Driven
             await asyncio.sleep(_TRY_AGAIN_S)
             continue
         if stream.rounds:
-            driven.requests.append([_round(record) for record in stream.rounds])
+            driven.requests.append(
+                [Round(record.step, record.result_ns, record.step_ns, record.forward_ns) for record in stream.rounds]
+            )
         count += 1
-
-
-def _round(record: generation_pb2.Round) -> Round:
-    return Round(
-        record.step,
-        record.result_ns,
-        record.waited_ns,
-        record.step_ns,
-        record.forward_ns,
-        len(record.node_tokens),
-        len(record.emitted_token_ids),
-        record.ahead_ns if record.HasField("ahead_ns") else None,
-    )
 
 
 def _nothing() -> None:

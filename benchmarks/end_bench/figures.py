@@ -4,10 +4,9 @@
     busy        the target's steps as a share of the time
     device      the model's forwards, by the device's own clock, as a share of the time
 
-A step is the target's own account of itself (`StepReport`): from its begin, or from the end of the one before where
-that was later, to its results. Rounds come from the traces of a few sessions; two results count as a round where their
-steps follow each other at the target and a traced request was there from the first to the second, so that a session's
-idling between two requests is nobody's exposed time.
+A step is the target's own account of itself (`StepReport`). Rounds come from the traces of a few sessions; two results
+count as a round where their messages follow each other on the target's stream and a traced request was there from the
+first to the second, so that a session's idling between two requests is nobody's exposed time.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class RoundFigures:
         device_ms: of that, the device's.
         exposed_ms: of round_ms, what is not step_ms.
         exposed_mean_ms: the same, its mean.
-        waited_ms: that the coordinator held a round for growth.
         busy, device: shares of the time.
-        ahead, late: shares of the rounds: of those whose batch was sent before the step before had ended, and of those
-            of them that came after it.
     """
 
     rounds: int
@@ -48,11 +44,8 @@ class RoundFigures:
     device_ms: float
     exposed_ms: float
     exposed_mean_ms: float
-    waited_ms: float
     busy: float
     device: float
-    ahead: float
-    late: float
 
     @classmethod
     def of(cls, requests: Iterable[Sequence[Round]], *, begin_s: float, end_s: float) -> RoundFigures | None:
@@ -77,11 +70,8 @@ class RoundFigures:
             device_ms=statistics.median(later.forward_ns for _, later in pairs) / _MS,
             exposed_ms=statistics.median(exposed) / _MS,
             exposed_mean_ms=statistics.fmean(exposed) / _MS,
-            waited_ms=statistics.median(later.waited_ns for _, later in pairs) / _MS,
             busy=sum(later.step_ns for _, later in pairs) / total,
             device=sum(later.forward_ns for _, later in pairs) / total,
-            ahead=sum(later.ahead_ns is not None for _, later in pairs) / len(pairs),
-            late=sum((later.ahead_ns or 0) < 0 for _, later in pairs) / len(pairs),
         )
 
 
@@ -97,7 +87,7 @@ class CellFigures:
         tokens_per_s_per_gpu: by the GPUs that served.
         tpot_ms, ttft_ms: medians over the requests that ended; None where none did.
         acceptance_length: emitted by a verification of a session.
-        nodes: submitted with one.
+        nodes: verified in one.
         sessions_per_step: in a step of a target.
         draft_steps_per_s: of the drafts, as they last reported them: to within a heartbeat.
         reported_busy: share of the time that targets spent in steps by their last heartbeat's account, their mean.

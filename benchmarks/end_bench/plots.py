@@ -33,9 +33,7 @@ def draw(cells: Cells, folder: Path, title: str) -> list[Path]:
 
     mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    compared = [
-        cell for cell in cells if not cell["rtt_ms"] and cell["rule"] == "coupled" and "far" not in cell["setup"]
-    ]
+    compared = [cell for cell in cells if cell["rule"] == "coupled"]
     return [_draw(compared, folder / f"{file}.png", title, label, entry) for file, label, entry in _FIGURES]
 
 

@@ -18,7 +18,6 @@ _COLUMNS: Sequence[tuple[str, str, str]] = (
     ("mode", "mode", "{}"),
     ("T", "temperature", "{:g}"),
     ("sessions", "sessions", "{}"),
-    ("rtt ms", "rtt_ms", "{:g}"),
     ("tokens/s", "tokens_per_s", "{:.0f}"),
     ("speed-up", "speedup", "{:.2f}"),
     ("tokens/s a GPU", "tokens_per_s_per_gpu", "{:.0f}"),
@@ -33,8 +32,6 @@ _COLUMNS: Sequence[tuple[str, str, str]] = (
     ("exposed ms", "exposed_ms", "{:.2f}"),
     ("busy", "busy", "{:.0%}"),
     ("device", "device", "{:.0%}"),
-    ("ahead", "ahead", "{:.0%}"),
-    ("late", "late", "{:.0%}"),
 )
 _WORDS = ("setup", "mode")
 
@@ -47,8 +44,6 @@ def table(cells: Sequence[Mapping[str, Any]], title: str) -> Table:
         shown.add_column(heading, justify="left" if name in _WORDS else "right")
     for cell in cells:
         values = [_shown(cell.get(name), form) for _, name, form in columns]
-        if cell["round_timing"] != "learned":
-            values[1] += f", {cell['round_timing']}"
         if cell["rule"] != "coupled":
             values[1] += f", {cell['rule']}"
         shown.add_row(*values)
@@ -60,7 +55,6 @@ def line(cell: Mapping[str, Any]) -> str:
     parts = [f"{cell['tokens_per_s']:.0f} tokens/s", f"acceptance length {cell['acceptance_length']:.2f}"]
     if cell["rounds"]:
         parts.append(f"round {cell['round_ms']:.2f} ms, exposed {cell['exposed_ms']:.2f}, busy {cell['busy']:.0%}")
-        parts.append(f"step {cell['step_ms']:.2f}, ahead {cell['ahead']:.0%}, late {cell['late']:.0%}")
     return ", ".join(parts)
 
 

@@ -17,7 +17,7 @@ _POLL_S = 0.5
 # Readings in a row, a second apart.
 _ALIKE = 2
 _ASK_TIMEOUT_S = 60.0
-# The last request and the last batch of a loop stay referred to until the next one.
+# The last request and the last round of a loop stay referred to until the next one.
 _LAST_ONES = 4
 # What has to be nothing, not merely as before.
 _IDLE_GAUGES = ("sessions", "slots", "waiting")
@@ -25,9 +25,8 @@ _IDLE_GAUGES = ("sessions", "slots", "waiting")
 _PASSING_TASKS = {"StreamStreamCall._prepare_rpc"}
 # Objects that live as long as a request, a stream or a worker does. The others are caches, bounded by other means.
 _LIVING = (
-    *("Session", "Generation", "_Live", "Flight", "Submission"),
-    *("RegisteredWorker", "TargetLink", "DraftLink", "TargetLane", "VerifyLoop", "DraftPeer"),
-    *("_Stream", "TargetSession", "ModelSession", "SyncTree", "SessionKv"),
+    *("Session", "Generation", "RegisteredWorker", "TargetLink", "DraftLink", "TargetPeer", "DraftPeer"),
+    *("_Stream", "ModelSession", "SyncTree"),
 )
 
 

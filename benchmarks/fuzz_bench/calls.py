@@ -43,16 +43,19 @@ async def call(
     payloads: Sequence[bytes],
     *,
     most_responses: int | None = None,
+    linger_s: float = 0.0,
     timeout_s: float = CALL_S,
 ) -> Answer:
     """Sends the payloads as they are.
 
     Args:
         most_responses: of a stream without an end.
+        linger_s: from the last message of a stream until its end, for what is sent unasked.
         timeout_s: for the call.
     """
     for pause_s in _PAUSES_S:
-        answer = await _call(channel, method, payloads, most_responses, timeout_s, pause_s=pause_s)
+        pauses = [pause_s] * (len(payloads) - 1) + [pause_s + linger_s]
+        answer = await _call(channel, method, payloads, most_responses, timeout_s, pauses_s=pauses)
         # What the client of gRPC says of a call that the server ended while it was still being written; the status
         # that the server gave is lost then. With a pause before the next message it comes first.
         if answer.details != "Internal error from Core":
@@ -67,7 +70,7 @@ async def _call(
     most_responses: int | None,
     timeout_s: float,
     *,
-    pause_s: float,
+    pauses_s: Sequence[float],
 ) -> Answer:
     path = f"/{method.containing_service.full_name}/{method.name}"
     responses: list[bytes] = []
@@ -76,7 +79,7 @@ async def _call(
             stream = channel.stream_stream(path)(timeout=timeout_s)
             # Who has ended the call takes no more; its status says why.
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                for payload in payloads:
+                for payload, pause_s in zip(payloads, pauses_s, strict=True):
                     await stream.write(payload)
                     await asyncio.sleep(pause_s)
                     if stream.done():
@@ -108,7 +111,7 @@ class Target:
         examples: what it would take; where it streams, each is one conversation.
         codes: that a message it can read may end with.
         judge: raises AssertionError for responses that are wrong.
-        most_responses: as of `call`.
+        most_responses, linger_s: as of `call`.
     """
 
     method: MethodDescriptor
@@ -116,6 +119,7 @@ class Target:
     codes: frozenset[grpc.StatusCode]
     judge: Callable[[Sequence[bytes], Answer], None] = lambda payloads, answer: None
     most_responses: int | None = None
+    linger_s: float = 0.0
 
     def conversations(self, seed: int) -> Iterator[list[bytes]]:
         """What to send, for ever: correct messages with one or two among them that are not."""

@@ -1,7 +1,7 @@
 """The other direction: workers that answer the coordinator with messages that nobody should send.
 
-Three kinds: a target's answers to batches, a draft's trees, and the heartbeats of a draft whose trees are honest. An
-evil target may choose any token, so its answers are held against the rules of a stream alone; beside an evil draft the
+Three kinds: the results of a target's rounds, a draft's trees, and the heartbeats of a draft whose trees are honest. An
+evil target may choose any token, so what it sends is held against the rules of a stream alone; beside an evil draft the
 tokens are those of the honest target.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from benchmarks.fuzz_bench.honest_answers import Grower, heartbeat, introduction, verified
+from benchmarks.fuzz_bench.honest_answers import Decoder, Grower, heartbeat, introduction
 from benchmarks.fuzz_bench.messages import MessageFuzzer
 from benchmarks.fuzz_bench.tiny_service import PROMPT
 from google.protobuf.message import Message
@@ -28,6 +28,8 @@ _REMEMBERED = 16
 _HEARTBEAT_S = 0.3
 # Between heartbeats that are the point.
 _EVIL_HEARTBEAT_S = 0.003
+# Between rounds of an evil target.
+_ROUND_S = 0.003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,8 @@ class EvilKind:
 
 EVIL_KINDS = (
     EvilKind(
-        name="VerifyResponse",
-        message_type=target_pb2.VerifyResponse,
+        name="RoundResults",
+        message_type=target_pb2.RoundResults,
         is_target=True,
         codes=frozenset({"OK", "UNAVAILABLE", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}),
     ),
@@ -108,7 +110,7 @@ class EvilWorker:
         """Listens, and keeps registering."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         service, method = ("TargetService", "Verify") if self._is_target else ("DraftService", "Speculate")
-        handler = grpc.stream_stream_rpc_method_handler(self._answer)
+        handler = grpc.stream_stream_rpc_method_handler(self._verify if self._is_target else self._speculate)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(f"outrider.v1.{service}", {method: handler}),)
         )
@@ -152,15 +154,26 @@ class EvilWorker:
                 await call.write(self._messages.of(honest) if is_evil else honest.SerializeToString())
                 await asyncio.sleep(_EVIL_HEARTBEAT_S if self._beats else _HEARTBEAT_S)
 
-    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        turns = itertools.repeat(False) if self._beats else self._messages.turns()
-        grower = Grower()
+    async def _verify(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        turns, decoder = self._messages.turns(), Decoder()
+
+        async def hear() -> None:
+            async for data in requests:
+                decoder.take(target_pb2.RoundCommands.FromString(data))
+
+        hearing = asyncio.create_task(hear())
+        try:
+            while not hearing.done():
+                if (honest := decoder.round()) is not None:
+                    yield self._messages.of(honest) if next(turns) else honest.SerializeToString()
+                await asyncio.sleep(_ROUND_S)
+        finally:
+            hearing.cancel()
+
+    async def _speculate(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        turns, grower = itertools.repeat(False) if self._beats else self._messages.turns(), Grower()
         async for data in requests:
-            if self._is_target:
-                request = target_pb2.VerifyRequest.FromString(data)
-                honest: Message | None = verified(request) if request.step else None
-            else:
-                honest = grower.grown(draft_pb2.DraftCommands.FromString(data))
+            honest = grower.grown(draft_pb2.DraftCommands.FromString(data))
             if honest is not None:
                 yield self._messages.of(honest) if next(turns) else honest.SerializeToString()
 

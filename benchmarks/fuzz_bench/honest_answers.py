@@ -1,7 +1,7 @@
 """What workers answer that play by the rules: the messages that evil ones begin with.
 
-The target accepts the first node of a tree and goes on with any token; the draft answers every opening and every commit
-with two nodes.
+The target decodes plainly, with any tokens; the draft answers every opening and every commit with two nodes, and sends
+its tree again where it is asked for it.
 """
 
 import itertools
@@ -40,63 +40,94 @@ def heartbeat(number: int) -> registry_pb2.WorkerReport:
     return registry_pb2.WorkerReport(load=load)
 
 
-def verified(request: target_pb2.VerifyRequest) -> target_pb2.VerifyResponse:
-    """Accepts the first node if it has no other parent than the root, and goes on with any token."""
-    trees, places = request.trees, itertools.accumulate((0, *request.trees.node_counts))
-    response = target_pb2.VerifyResponse(
-        step=request.step,
-        session_ids=trees.session_ids,
-        epochs=trees.epochs,
-        outcomes=[target_pb2.OUTCOME_ACCEPTED] * len(trees.session_ids),
-        cached_tokens=[0] * len(trees.session_ids),
-        report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=1 + len(trees.tokens), sessions=1),
-        load=common_pb2.WorkerLoad(sessions=1, slots_total=_SLOTS),
-    )
-    for row, (length, count, place) in enumerate(zip(trees.lengths, trees.node_counts, places, strict=False)):
-        accepted = min(count, 1)
-        response.accepted_counts.append(accepted)
-        response.accepted_nodes.extend([1] * accepted)
-        tokens = [*trees.tokens[place : place + accepted], (length * 7) % VOCAB_SIZE]
-        response.token_counts.append(len(tokens))
-        response.tokens.extend(tokens)
-        logprobs = response.logprobs.add(row=row, top_count=1, top_token_ids=tokens)
-        logprobs.token_logprobs = logprobs.top_logprobs = floats_to_bytes([-1.0] * len(tokens))
-    return response
+class Decoder:
+    """A target that decodes plainly, one token of every session a round."""
+
+    def __init__(self) -> None:
+        # By session id: epoch and length.
+        self._sessions: dict[int, tuple[int, int]] = {}
+
+    def take(self, commands: target_pb2.RoundCommands) -> None:
+        """Open and close sessions."""
+        for opening in commands.opens:
+            length = (len(opening.prompt) + len(opening.output)) // 4
+            self._sessions[opening.session_id] = opening.epoch, length
+        for session_id, epoch in zip(commands.close_session_ids, commands.close_epochs, strict=True):
+            if self._sessions.get(session_id, (0, 0))[0] == epoch:
+                del self._sessions[session_id]
+
+    def round(self) -> target_pb2.RoundResults | None:
+        """Return a token of every open session and its log probability; None where none is open."""
+        if not self._sessions:
+            return None
+        count = len(self._sessions)
+        results = target_pb2.RoundResults(
+            token_counts=[1] * count,
+            accepted_counts=[0] * count,
+            selected_counts=[0] * count,
+            finishes=[target_pb2.FINISH_UNSPECIFIED] * count,
+            cached_tokens=[0] * count,
+            lost=[0] * count,
+            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
+            load=common_pb2.WorkerLoad(sessions=count, slots_total=_SLOTS),
+        )
+        for row, (session_id, (epoch, length)) in enumerate(self._sessions.items()):
+            token = (length * 7) % VOCAB_SIZE
+            results.session_ids.append(session_id)
+            results.epochs.append(epoch)
+            results.tokens.append(token)
+            logprobs = results.logprobs.add(row=row, top_count=1, top_token_ids=[token])
+            logprobs.token_logprobs = logprobs.top_logprobs = floats_to_bytes([-1.0])
+            self._sessions[session_id] = epoch, length + 1
+        return results
 
 
 class Grower:
-    """Answers every open and every commit with two nodes."""
+    """Answers every open and every commit with two nodes, and sends a session's last two again when asked to."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._lengths: dict[tuple[int, int], int] = {}
+        # By session id: epoch and length.
+        self._sessions: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, tuple[int, int, int]] = {}
 
     def grown(self, commands: draft_pb2.DraftCommands) -> draft_pb2.DraftGrowth | None:
-        """The answer; None where no session is left."""
+        """Return the answer; None where no session is left."""
         for opening in commands.opens:
             length = (len(opening.prompt) + len(opening.output)) // 4
-            self._lengths[opening.session_id, opening.epoch] = length
+            self._sessions[opening.session_id] = opening.epoch, length
         batch = commands.commits
         for session_id, epoch, position, count in zip(
             batch.session_ids, batch.epochs, batch.positions, batch.token_counts, strict=True
         ):
-            self._lengths[session_id, epoch] = position + count
-        for key in zip(commands.close_session_ids, commands.close_epochs, strict=True):
-            self._lengths.pop(key, None)
-        if not self._lengths:
+            self._sessions[session_id] = epoch, position + count
+        for session_id, epoch in zip(commands.close_session_ids, commands.close_epochs, strict=True):
+            if self._sessions.get(session_id, (0, 0))[0] == epoch:
+                del self._sessions[session_id]
+        if not self._sessions:
             return None
         growth = draft_pb2.DraftGrowth(
-            report=common_pb2.StepReport(step_ns=100_000), load=common_pb2.WorkerLoad(sessions=len(self._lengths))
+            report=common_pb2.StepReport(step_ns=100_000), load=common_pb2.WorkerLoad(sessions=len(self._sessions))
         )
-        for (session_id, epoch), length in self._lengths.items():
-            first, second = next(self._ids), next(self._ids)
-            growth.session_ids.append(session_id)
-            growth.epochs.append(epoch)
-            growth.as_of.append(length)
-            growth.node_counts.append(2)
-            growth.complete.append(True)
-            growth.node_ids.extend((first, second))
-            growth.parents.extend((0, first))
-            growth.tokens.extend((length % VOCAB_SIZE, 7))
+        for session_id in set(commands.resend_session_ids) & self._sessions.keys() & self._last.keys():
+            self._add(growth, session_id, *self._last[session_id], again=True)
+        for session_id, (_, length) in self._sessions.items():
+            self._last[session_id] = length, next(self._ids), next(self._ids)
+            self._add(growth, session_id, *self._last[session_id], again=False)
         growth.acceptance = floats_to_bytes([0.9] * len(growth.tokens))
         return growth
+
+    def _add(
+        self, growth: draft_pb2.DraftGrowth, session_id: int, as_of: int, first: int, second: int, *, again: bool
+    ) -> None:
+        growth.session_ids.append(session_id)
+        growth.epochs.append(self._sessions[session_id][0])
+        growth.as_of.append(as_of)
+        growth.node_counts.append(2)
+        growth.complete.append(True)
+        growth.forgot.append(False)
+        growth.again.append(again)
+        growth.node_ids.extend((first, second))
+        growth.parents.extend((0, first))
+        growth.tokens.extend((as_of % VOCAB_SIZE, 7))
+        growth.sources.extend([common_pb2.GROWTH_SOURCE_MODEL] * 2)

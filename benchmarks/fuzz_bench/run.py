@@ -29,8 +29,8 @@ _AT_ONCE = 4
 WARM_UP_SHARE = 0.2
 # A worker that is lost again and again is what is wanted here.
 _PATIENT = {"quarantine_losses": 10**9}
-# Evil targets, and clients of theirs. A quarter of their answers leave a step without one, which is then waited for.
-_TARGETS_AT_ONCE, _EVIL_STEP_S = 24, 0.3
+# Evil targets, and clients of theirs.
+_TARGETS_AT_ONCE = 24
 # A request goes on at one of them after the other.
 _MOVING_S = 60.0
 _ROLES = {"TargetService": "target", "DraftService": "draft"}
@@ -88,8 +88,8 @@ async def fuzz_answers(
     folder: Path, kind: EvilKind, *, messages: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> Outcome:
     """Lets workers answer a coordinator with fuzzed messages until they have sent so many."""
-    roles, settings = ((), _PATIENT | {"step_timeout_s": _EVIL_STEP_S}) if kind.is_target else (("target",), _PATIENT)
-    async with tiny_service(folder, roles=roles, **settings) as served:
+    roles = () if kind.is_target else ("target",)
+    async with tiny_service(folder, roles=roles, **_PATIENT) as served:
         return await _AnswersRun(served, kind, seed, say).run(messages)
 
 
@@ -213,7 +213,9 @@ class _Run:
 
     async def _one(self, channel: grpc.aio.Channel, target: Target, payloads: Sequence[bytes]) -> None:
         outcome, began = self._outcome, time.monotonic()
-        answer = await call(channel, target.method, payloads, most_responses=target.most_responses)
+        answer = await call(
+            channel, target.method, payloads, most_responses=target.most_responses, linger_s=target.linger_s
+        )
         outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began)
         outcome.codes[answer.code.name] += 1
         try:

@@ -1,6 +1,7 @@
 """The methods of all services, with examples that they would take, and what must hold of their answers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from benchmarks.fuzz_bench.calls import Answer, Target
@@ -9,12 +10,16 @@ from google.protobuf.message import Message
 
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, registry_pb2, target_pb2
-from outrider.wire import tokens_to_bytes
+from outrider.wire import floats_to_bytes, tokens_to_bytes
 
 Status = grpc.StatusCode
 _ANSWERED = frozenset({Status.OK, Status.INVALID_ARGUMENT})
 # Of workers that cannot be dialled, or hang up; of those that do not fit.
 _LEASE_CODES = _ANSWERED | {Status.UNAVAILABLE, Status.FAILED_PRECONDITION}
+# Of folders that hold no such weights.
+_RELOAD_CODES = _ANSWERED | {Status.NOT_FOUND, Status.FAILED_PRECONDITION}
+# A worker sends without being asked: streams stay for some of its steps.
+_LINGER_S = 0.02
 
 _RULES = (
     common_pb2.VERIFICATION_RULE_COUPLED,
@@ -32,11 +37,25 @@ def targets_of(service: str, *, tokenizer_hash: str) -> list[Target]:
         return _generation()
     if service == "RegistryService":
         return _registry(tokenizer_hash)
-    if service == "TargetService":
-        method = target_pb2.DESCRIPTOR.services_by_name[service].methods_by_name["Verify"]
-        return [Target(method=method, examples=_verifications, codes=_ANSWERED, judge=_judge_verification)]
-    method = draft_pb2.DESCRIPTOR.services_by_name[service].methods_by_name["Speculate"]
-    return [Target(method=method, examples=_speculations, codes=_ANSWERED, judge=_judge_growth)]
+    methods = (
+        (target_pb2 if service == "TargetService" else draft_pb2).DESCRIPTOR.services_by_name[service].methods_by_name
+    )
+    if service == "DraftService":
+        return [
+            Target(
+                method=methods["Speculate"],
+                examples=_speculations,
+                codes=_ANSWERED,
+                judge=_judge_growth,
+                linger_s=_LINGER_S,
+            )
+        ]
+    verify = Target(
+        method=methods["Verify"], examples=_verifications, codes=_ANSWERED, judge=_judge_results, linger_s=_LINGER_S
+    )
+    message = target_pb2.ReloadRequest(path="/nowhere")
+    reload = Target(method=methods["Reload"], examples=lambda number: [[message]], codes=_RELOAD_CODES)
+    return [*[verify] * 12, reload]
 
 
 # ---------------------------------------------------------------------------------------------------------- generation
@@ -172,33 +191,54 @@ def _distributions(number: int, nodes: Sequence[int]) -> common_pb2.DraftDistrib
 
 
 def _verifications(number: int) -> Sequence[Sequence[Message]]:
-    """A session from its opening over plain steps and trees to its close."""
+    """A session from its opening over growth, places and bounds to its close."""
     length, chain = len(PROMPT), (3, 4)
 
-    def step(count: int, **trees: object) -> target_pb2.VerifyRequest:
-        batch = target_pb2.TreeBatch(session_ids=[5], epochs=[1], lengths=[length], **trees)  # type: ignore[arg-type]
-        return target_pb2.VerifyRequest(incarnation=number + 1, step=count, trees=batch)
+    def commands(**parts: Any) -> target_pb2.RoundCommands:
+        return target_pb2.RoundCommands(incarnation=number + 1, **parts)
 
-    opening = target_pb2.VerifyRequest(incarnation=number + 1, opens=[_open(number)])
-    tree = step(1, node_counts=[2], tokens=chain, parents=[0, 1], distributions=_distributions(number, chain))
-    whole = step(1, node_counts=[0])
-    whole.opens.append(_open(number))
-    close = target_pb2.VerifyRequest(incarnation=number + 1, close_session_ids=[5], close_epochs=[1])
-    return [[opening, tree, close], [whole], [whole, step(2, node_counts=[0])], [opening, tree]]
+    def changed(change: target_pb2.PlaceChange) -> target_pb2.PlaceChanges:
+        return target_pb2.PlaceChanges(session_ids=[5], epochs=[1], places=[0], changes=[change])
+
+    growth = target_pb2.RelayedGrowth(
+        session_ids=[5],
+        epochs=[1],
+        places=[0],
+        as_of=[length],
+        node_counts=[2],
+        node_ids=[1, 2],
+        parents=[0, 1],
+        tokens=chain,
+        acceptance=floats_to_bytes([0.9, 0.8]),
+        sources=[common_pb2.GROWTH_SOURCE_MODEL] * 2,
+        distributions=_distributions(number, chain),
+        complete=[True],
+    )
+    opening = commands(opens=[_open(number)], places=changed(target_pb2.PLACE_CHANGE_TAKEN))
+    grown = commands(growth=growth)
+    again = commands(places=changed(target_pb2.PLACE_CHANGE_RESENT), growth=growth)
+    left = commands(places=changed(target_pb2.PLACE_CHANGE_LEFT))
+    bounds = {"session_ids": [5], "epochs": [1]}
+    held = commands(bounds=target_pb2.SessionBounds(allow=[0], alone=[False], **bounds))
+    alone = commands(bounds=target_pb2.SessionBounds(allow=[(1 << 31) - 1], alone=[True], **bounds))
+    close = commands(close_session_ids=[5], close_epochs=[1])
+    return [[opening, grown, close], [opening], [opening, grown, again, left], [opening, held, grown, alone]]
 
 
-def _judge_verification(payloads: Sequence[bytes], answer: Answer) -> None:
+def _judge_results(payloads: Sequence[bytes], answer: Answer) -> None:
     for data in answer.responses:
-        response = target_pb2.VerifyResponse.FromString(data)
-        rows = len(response.session_ids)
-        assert response.step, "an answer to a message without a step"
-        for name in ("epochs", "outcomes", "accepted_counts", "token_counts", "cached_tokens"):
-            assert len(getattr(response, name)) == rows, f"{name}: not one for each of {rows} sessions"
-        assert sum(response.accepted_counts) == len(response.accepted_nodes)
-        assert sum(response.token_counts) == len(response.tokens)
-        assert all(token < VOCAB_SIZE for token in response.tokens)
-        for count, outcome in zip(response.token_counts, response.outcomes, strict=True):
-            assert bool(count) == (outcome == target_pb2.OUTCOME_ACCEPTED)
+        results = target_pb2.RoundResults.FromString(data)
+        rows = len(results.session_ids)
+        for name in (
+            "epochs", "token_counts", "accepted_counts", "selected_counts", "finishes", "cached_tokens", "lost"
+        ):  # fmt: skip
+            assert len(getattr(results, name)) == rows, f"{name}: not one for each of {rows} sessions"
+        assert sum(results.accepted_counts) == len(results.accepted_sources)
+        assert sum(results.token_counts) == len(results.tokens)
+        assert all(token < VOCAB_SIZE for token in results.tokens)
+        for accepted, selected in zip(results.accepted_counts, results.selected_counts, strict=True):
+            assert accepted <= selected, "more nodes were accepted than verified"
+        assert all(error.message for error in results.errors), "an error without a reason"
 
 
 def _speculations(number: int) -> Sequence[Sequence[Message]]:
@@ -207,12 +247,15 @@ def _speculations(number: int) -> Sequence[Sequence[Message]]:
         session_ids=[5], epochs=[1], positions=[len(PROMPT)], token_counts=[2], tokens=[3, 4]
     )
     commit = draft_pb2.DraftCommands(incarnation=number + 1, commits=commits)
+    resend = draft_pb2.DraftCommands(incarnation=number + 1, resend_session_ids=[5], resend_epochs=[1])
     close = draft_pb2.DraftCommands(incarnation=number + 1, close_session_ids=[5], close_epochs=[1])
-    return [[opening, commit, close], [opening], [opening, commit]]
+    return [[opening, commit, close], [opening], [opening, commit, resend], [opening, resend, commit, close]]
 
 
 def _judge_growth(payloads: Sequence[bytes], answer: Answer) -> None:
     for data in answer.responses:
         growth = draft_pb2.DraftGrowth.FromString(data)
         assert sum(growth.node_counts) == len(growth.tokens) == len(growth.parents) == len(growth.node_ids)
+        for name in ("forgot", "again"):
+            assert len(getattr(growth, name)) in (0, len(growth.session_ids)), f"{name}: not one for each session"
         assert all(token < VOCAB_SIZE for token in growth.tokens)

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from benchmarks.overload_bench.figures import Phase, Sample, phase_of, table, verdicts
 from benchmarks.overload_bench.load import Lags, LoadGenerator, Request
-from benchmarks.overload_bench.setups import Service, real, simulated
-from benchmarks.overload_bench.virtual import BoundedSettings, run_virtually
-from benchmarks.simulation.settings import Settings
+from benchmarks.overload_bench.setups import Service, embedded_pair
 from rich.console import Console
 
 from outrider.client import AsyncClient
@@ -25,7 +23,7 @@ _SETTLE_S = 1.0
 def run(arguments: Sequence[str]) -> int:
     """Prints the table; 1 where something asked for was missed."""
     options = _parser().parse_args(arguments)
-    phases, lines = _run_virtually(options) if options.workers == "virtual" else asyncio.run(_run(options))
+    phases, lines = asyncio.run(_run(options))
     if options.json:
         document = {"options": vars(options), "phases": [phase.as_dict() for phase in phases], "verdicts": lines}
         Console().print_json(json.dumps(document, default=str))
@@ -37,9 +35,8 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="overload.py", description=__doc__)
     add = parser.add_argument
-    add("--workers", choices=("simulated", "real", "virtual"), default="simulated", help="see above")
-    add("--places", type=int, default=None, help="sessions that run at a time; default 64, or 8 of the embedded pair")
-    add("--max-new-tokens", type=int, default=None, help="of a request; default 64, or 48 of the embedded pair")
+    add("--places", type=int, default=8, help="sessions that run at a time (default 8)")
+    add("--max-new-tokens", type=int, default=48, help="of a request (default 48)")
     add("--max-queue", type=int, default=None, help="of the coordinator; default its own")
     add("--max-queue-wait-s", type=float, default=None, help="of the coordinator; default none")
     add("--normal", type=float, default=1.0, help="normal load, as a share of capacity")
@@ -48,71 +45,32 @@ def _parser() -> argparse.ArgumentParser:
     add("--normal-s", type=float, default=30.0, help="before the overload, and half as long after it")
     add("--overload-s", type=float, default=60.0, help="of the overload")
     add("--storm-s", type=float, default=0.0, help="of clients that come back at once, three times the places")
-    add("--target-step-ms", type=float, default=12.0, help="simulated: a target's step without rows")
-    add("--target-row-us", type=float, default=40.0, help="simulated: each row of it")
     add("--seed", type=int, default=1)
     add("--json", action="store_true")
     return parser
 
 
-def _run_virtually(options: argparse.Namespace) -> tuple[list[Phase], list[str]]:
-    settings = BoundedSettings(
-        sessions=options.places or 64,
-        target_step_ms=options.target_step_ms,
-        target_row_us=options.target_row_us,
-        draft_step_ms=3.0,
-        max_queue=options.max_queue,
-        max_queue_wait_s=options.max_queue_wait_s,
-        wait_cap_ms=3.0,
-    )
-    phases = run_virtually(
-        settings,
-        max_new_tokens=options.max_new_tokens or 64,
-        capacity_s=options.capacity_s,
-        loads=[
-            ("normal", options.normal, options.normal_s),
-            ("overload", options.overload, options.overload_s),
-            ("after", options.normal, options.normal_s / 2),
-        ],
-        seed=options.seed,
-    )
-    return phases, verdicts(phases[1], phases[2], is_virtual=True)
-
-
 async def _run(options: argparse.Namespace) -> tuple[list[Phase], list[str]]:
-    is_real = options.workers == "real"
-    places = options.places or (8 if is_real else 64)
-    arguments = ["--max-running-sessions", str(places)]
+    arguments = ["--max-running-sessions", str(options.places)]
     for name in ("max_queue", "max_queue_wait_s"):
         if getattr(options, name) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    if is_real:
-        service = real(arguments, seed=options.seed)
-    else:
-        settings = Settings(
-            sessions=places,
-            target_step_ms=options.target_step_ms,
-            target_row_us=options.target_row_us,
-            draft_step_ms=3.0,
-        )
-        service = simulated(settings, arguments)
-    async with service as served:
-        tokens = options.max_new_tokens or (48 if is_real else 64)
-        bench = _Bench(served, options, places=places, max_new_tokens=tokens)
-        return await bench.run()
+    async with embedded_pair(arguments, seed=options.seed) as service:
+        return await _Bench(service, options).run()
 
 
 class _Bench:
     """One service through all phases."""
 
-    def __init__(self, service: Service, options: argparse.Namespace, *, places: int, max_new_tokens: int) -> None:
-        self._service, self._options, self._places = service, options, places
-        self._tokens = max_new_tokens
+    def __init__(self, service: Service, options: argparse.Namespace) -> None:
+        self._service, self._options, self._places = service, options, options.places
         self._phases: list[Phase] = []
 
     async def run(self) -> tuple[list[Phase], list[str]]:
         options, service = self._options, self._service
-        load = LoadGenerator(service.endpoint, service.prompts, max_new_tokens=self._tokens, seed=options.seed)
+        load = LoadGenerator(
+            service.endpoint, service.prompts, max_new_tokens=options.max_new_tokens, seed=options.seed
+        )
         async with load, AsyncClient(service.endpoint) as client:
             await load.closed_loop(self._places, options.capacity_s / 3)
             capacity = await self._phase(client, "capacity", 0.0, load.closed_loop(self._places, options.capacity_s))
@@ -156,7 +114,7 @@ class _Bench:
             samples.append(
                 Sample(
                     at_s=asked - began,
-                    rss_mb=_rss_mb(self._service.coordinator_pids[0]),
+                    rss_mb=_rss_mb(self._service.coordinator_pid),
                     waiting=info.waiting_requests,
                     running=info.running_sessions,
                     answer_ms=(time.monotonic() - asked) * 1e3,

@@ -155,15 +155,15 @@ def table(phases: Sequence[Phase]) -> str:
     return "\n".join(lines)
 
 
-def verdicts(normal: Phase, overload: Phase, *, is_virtual: bool = False) -> list[str]:
-    """What was asked for, and whether it came true; on virtual time a refusal takes none, and memory is not watched."""
+def verdicts(normal: Phase, overload: Phase) -> list[str]:
+    """Return what was asked for, and whether it came true."""
 
     def line(holds: bool, text: str) -> str:
         return f"{'holds' if holds else 'MISSED'}: {text}"
 
     settled = [sample.rss_mb for sample in overload.samples[len(overload.samples) // 6 :]]
     growth = settled[-1] / settled[0] - 1 if settled else float("nan")
-    measured = [
+    found = [
         line(
             overload.refused > 0 and overload.refusal.p99 <= _REFUSAL_MS,
             f"{overload.refused} refused, p99 {overload.refusal.p99:.1f} ms, most {overload.refusal.most:.1f} ms "
@@ -171,7 +171,6 @@ def verdicts(normal: Phase, overload: Phase, *, is_virtual: bool = False) -> lis
         ),
         line(abs(growth) <= _MEMORY_SHARE, f"the coordinator's memory: {growth:+.1%} over the last five sixths"),
     ]
-    found = [] if is_virtual else measured
     found.append(
         line(
             overload.with_retry_info == overload.refused and not overload.others,

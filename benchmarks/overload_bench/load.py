@@ -4,9 +4,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -50,10 +49,6 @@ class Request:
         return self.status == "RESOURCE_EXHAUSTED" and not self.first_token
 
 
-Send = Callable[["Request"], Coroutine[Any, Any, None]]
-"""Sends a request, and fills in what became of it."""
-
-
 @dataclass(kw_only=True)
 class Lags:
     """How late this process's event loop was, by ticks of 10 ms: what the client's side adds to every time."""
@@ -66,35 +61,6 @@ class Lags:
             due = time.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
             self.late_s.append(time.monotonic() - due)
-
-
-async def open_loop(
-    send: Send, rate: float, seconds: float, *, now: Callable[[], float], choices: random.Random
-) -> list[Request]:
-    """Poisson arrivals of so many a second; returns when all that came in have ended."""
-    requests: list[Request] = []
-    tasks: list[asyncio.Task[None]] = []
-    end = (due := now()) + seconds
-    while (due := due + choices.expovariate(rate)) < end:
-        await asyncio.sleep(max(0.0, due - now()))
-        requests.append(request := Request(due=due))
-        tasks.append(asyncio.create_task(send(request)))
-    await asyncio.gather(*tasks)
-    return requests
-
-
-async def closed_loop(send: Send, clients: int, seconds: float, *, now: Callable[[], float]) -> list[Request]:
-    """So many clients, each with its next request as soon as the last one has ended, in whatever way."""
-    requests: list[Request] = []
-    end = now() + seconds
-
-    async def client() -> None:
-        while now() < end:
-            requests.append(request := Request(due=now()))
-            await send(request)
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return requests
 
 
 class LoadGenerator:
@@ -123,12 +89,29 @@ class LoadGenerator:
             await channel.close()
 
     async def open_loop(self, rate: float, seconds: float) -> list[Request]:
-        """See `open_loop`."""
-        return await open_loop(self._send, rate, seconds, now=time.monotonic, choices=self._random)
+        """Send Poisson arrivals of so many a second; return when all that came in have ended."""
+        requests: list[Request] = []
+        tasks: list[asyncio.Task[None]] = []
+        end = (due := time.monotonic()) + seconds
+        while (due := due + self._random.expovariate(rate)) < end:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            requests.append(request := Request(due=due))
+            tasks.append(asyncio.create_task(self._send(request)))
+        await asyncio.gather(*tasks)
+        return requests
 
     async def closed_loop(self, clients: int, seconds: float) -> list[Request]:
-        """See `closed_loop`."""
-        return await closed_loop(self._send, clients, seconds, now=time.monotonic)
+        """Run so many clients, each with its next request as soon as the last one has ended, in whatever way."""
+        requests: list[Request] = []
+        end = time.monotonic() + seconds
+
+        async def client() -> None:
+            while time.monotonic() < end:
+                requests.append(request := Request(due=time.monotonic()))
+                await self._send(request)
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return requests
 
     async def _send(self, request: Request) -> None:
         message = generation_pb2.GenerateRequest(

@@ -26,8 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     """Runs all workloads in all mixtures; a table, and JSON where it is asked for."""
     chosen = _parse(arguments)
     console = Console(stderr=chosen.json)
-    if any("eagle" in mixture for mixture in chosen.mixtures) and chosen.head is None:
-        chosen.head = "embedded"
     with tempfile.TemporaryDirectory() as folder:
         options = _service_options(chosen, Path(folder))
         with Services(options) as services:
@@ -135,17 +133,14 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _service_options(chosen: argparse.Namespace, folder: Path) -> ServiceOptions:
-    target, draft, head = chosen.target, chosen.draft, chosen.head
+    target, draft = chosen.target, chosen.draft
     if chosen.shapes is not None:
         target = widen("target", chosen.shapes[0], folder / "target")
         draft = widen("draft", chosen.shapes[1], folder / "draft")
-        if head == "embedded":
-            head = str(widen("eagle", chosen.shapes[0], folder / "head"))
     most = str(max(chosen.sessions))
     return ServiceOptions(
         target=target,
         draft=draft,
-        head=head,
         device=chosen.device,
         gpus=chosen.gpus,
         log_folder=chosen.logs,
@@ -185,7 +180,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--shapes", nargs=2, metavar=("TARGET", "DRAFT"), help="the embedded pair in larger shapes, such as 8b 160m")
     add("--target", type=Path, metavar="FOLDER", help="checkpoint; default the embedded target")
     add("--draft", type=Path, metavar="FOLDER")
-    add("--head", metavar="FOLDER", help="of the target, for eagle; default the embedded one, widened with --shapes")
     add("--threads", type=int, default=1, help="of a target on a CPU (default 1)")
     add("--coordinator-args", default="", help="further options of the role, in one string; so the next two")
     add("--target-args", default="")

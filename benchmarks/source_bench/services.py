@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.source_bench.readings import Readings, log_lines, read_metrics
+from benchmarks.source_bench.readings import Readings, read_metrics
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
@@ -25,8 +25,6 @@ MIXTURES: dict[str, Sequence[str]] = {
     "ngram": ("ngram",),
     "model+ngram": ("model+ngram",),
     "model/ngram": ("model", "ngram"),
-    "eagle": (),
-    "ngram+eagle": ("ngram",),
 }
 
 
@@ -36,7 +34,6 @@ class ServiceOptions:
 
     Attributes:
         target, draft: checkpoint folders; None for the embedded models.
-        head: folder of the target's head, or "embedded"; None: the target drafts nothing.
         device: cpu, or cuda: the target on the first GPU, a model draft on the second where there is one.
         gpus: that there are.
         threads: of the target on a CPU.
@@ -47,7 +44,6 @@ class ServiceOptions:
 
     target: Path | None = None
     draft: Path | None = None
-    head: str | None = None
     device: str = "cpu"
     gpus: int = 1
     threads: int = 1
@@ -75,8 +71,6 @@ class Services:
             )
             self.endpoint = coordinator.await_ready(time.monotonic() + options.start_timeout_s)
             arguments = [*_model(options.target), *options.target_args]
-            if options.head is not None:
-                arguments += ["--resident-draft", options.head]
             self._start_worker("target-worker", arguments, gpu=0)
             self._await_workers(1)
         except BaseException:
@@ -110,7 +104,7 @@ class Services:
         """What the processes that run have counted so far, by role."""
         found: dict[str, Counter[str]] = {}
         for role in self._roles:
-            counts = read_metrics(self._metrics_ports[role]) + log_lines(role.stderr())
+            counts = read_metrics(self._metrics_ports[role])
             found[role.name] = found.get(role.name, Counter()) + counts
         return found
 

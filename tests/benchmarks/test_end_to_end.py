@@ -1,30 +1,24 @@
-"""The end-to-end benchmark: its cells, what its figures are made of, its relay, and a tiny run of it all."""
+"""The end-to-end benchmark: its cells, what its figures are made of, and a tiny run of it all."""
 
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from benchmarks.end_bench import command, driving
-from benchmarks.end_bench import relay as relay_module
-from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of, services_of
+from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
 from benchmarks.end_bench.plots import draw
-from benchmarks.end_bench.relay import Relay
 from benchmarks.end_bench.services import PLACES
-from benchmarks.end_bench.step_times import StepTimes
 
 from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.v1 import generation_pb2, registry_pb2
@@ -40,44 +34,25 @@ def plan(**changes: Any) -> Plan:
 
 def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first():
     assert [(cell.setup, cell.mode) for cell in cells_of(plan())] == [(Setup.APART, "off"), (Setup.APART, "async")]
-    everything = plan(
-        setups=list(Setup)[:4], baselines_at=[1.0], rtt_ms=[3], rtt_links=["draft", "target"], synthetic=(0.5,)
-    )
-    found = [(cell.setup, cell.mode, cell.rtt_ms, cell.synthetic, cell.gpus) for cell in cells_of(everything)]
+    everything = plan(setups=list(Setup), baselines_at=[1.0], synthetic=(0.5,))
+    found = [(cell.setup, cell.mode, cell.synthetic, cell.gpus) for cell in cells_of(everything)]
     assert found[2:] == [
-        (Setup.FAR_DRAFT, "async", 0.0, (), 2),
-        (Setup.FAR_TARGET, "async", 0.0, (), 2),
-        (Setup.FAR_DRAFT, "async", 3, (), 2),
-        (Setup.FAR_TARGET, "async", 3, (), 2),
-        (Setup.REPLICAS, "off", 0.0, (), 2),
-        (Setup.THREE_TARGETS, "async", 0.0, (), 4),
-        (Setup.SHARED, "async", 0.0, (), 1),
-        (Setup.APART, "async", 0.0, (0.5,), 2),
+        (Setup.REPLICAS, "off", (), 2),
+        (Setup.THREE_TARGETS, "async", (), 4),
+        (Setup.SHARED, "async", (), 1),
+        (Setup.APART, "async", (0.5,), 2),
     ]
     ruled = cells_of(plan(temperatures=[0.0, 0.5], rules=["rejection"]))
     assert [(cell.rule, cell.temperature, cell.mode) for cell in ruled[4:]] == [("rejection", 0.5, "async")]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
-    assert [cell.gpus for cell in cells_of(plan(gpus=1, rtt_ms=[3]))] == [1, 1, 1, 1]
+    assert [cell.gpus for cell in cells_of(plan(gpus=1))] == [1, 1]
     alone = cells_of(plan(setups=[Setup.SHARED], baselines_at=[0.0]))
     assert [(cell.setup, cell.mode, cell.gpus) for cell in alone] == [
         (Setup.SHARED, "off", 1),
         (Setup.SHARED, "async", 1),
     ]
-    imitated = cells_of(plan(setups=[Setup.IMITATED], baselines_at=[0.0], round_timings=["ahead"]))
-    assert [(cell.setup, cell.mode, cell.round_timing, cell.gpus) for cell in imitated] == [
-        (Setup.IMITATED, "off", "learned", 1),
-        (Setup.IMITATED, "async", "learned", 1),
-        (Setup.IMITATED, "async", "ahead", 1),
-    ]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
-    timed = cells_of(plan(round_timings=["ahead", "wait"]))
-    assert [(cell.mode, cell.round_timing) for cell in timed] == [
-        ("off", "learned"),
-        ("async", "learned"),
-        ("async", "ahead"),
-        ("async", "wait"),
-    ]
-    assert [service.round_timing for service in services_of(timed)] == ["learned", "ahead", "wait"]
+    assert setups_of(cells_of(everything)) == [Setup.APART, Setup.REPLICAS, Setup.THREE_TARGETS, Setup.SHARED]
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
 
 
@@ -96,32 +71,13 @@ def test_the_command_line_fills_in_what_a_device_can_do():
         parse(["--target", "somewhere"])
 
 
-def test_an_imitated_target_is_the_embedded_one_on_a_gpu_and_alone():
-    given = ["--device", "cuda", "--setups", "imitated target", "--draft", "somewhere"]
-    arguments = parse(given)
-    assert plan_of(arguments).setups == [Setup.IMITATED]
-    assert service_options(arguments, None, None, coordinators=1, most_s=7).step_times == StepTimes()
-    changed = parse([*given, "--step-rows-ms", "1:2", "9:2.5", "--step-session-us", "7"]).step_times
-    assert (changed.rows_ms, changed.session_us) == ([(1, 2.0), (9, 2.5)], 7)
-    for more in (["--target", "elsewhere"], ["--device", "cpu"], ["--setups", "apart", "imitated target"],
-                 ["--step-rows-ms", "9:1", "1:2"]):  # fmt: skip
-        with pytest.raises(SystemExit):
-            parse([*given, *more])
-
-
-def test_every_setup_has_its_workers_and_the_far_one_alone_is_relayed():
-    found = {}
+def test_every_setup_has_its_workers():
     for setup in Setup:
         served = [place for place in PLACES.values() if setup in place.setups]
         targets = [place for place in served if place.role == "target"]
         assert len(targets) == Cell(setup=setup, mode="async", temperature=0, sessions=1).targets
         assert len(served) - len(targets) == (setup is not Setup.REPLICAS)
-        gpus = [place.gpu for place in served]
-        assert len(set(gpus)) == (1 if setup in {Setup.SHARED, Setup.IMITATED} else len(gpus))
-        assert [place.role for place in served if place.is_imitated] == ["target"] * (setup is Setup.IMITATED)
-        found[setup] = [place.role for place in served if place.is_far]
-    far = {setup: roles for setup, roles in found.items() if roles}
-    assert far == {Setup.FAR_DRAFT: ["draft"], Setup.FAR_TARGET: ["target"]}
+        assert len({place.gpu for place in served}) == (1 if setup is Setup.SHARED else len(served))
 
 
 def test_long_prompts_are_made_of_several():
@@ -131,7 +87,7 @@ def test_long_prompts_are_made_of_several():
 
 
 def rounds(*steps: int, first_ns: int = 0, each_ns: int = 10 * MS, step_ns: int = 8 * MS) -> list[Round]:
-    return [Round(step, first_ns + step * each_ns, MS // 2, step_ns, step_ns // 2, 3, 2) for step in steps]
+    return [Round(step, first_ns + step * each_ns, step_ns, step_ns // 2) for step in steps]
 
 
 def test_exposed_time_is_what_a_round_takes_beside_the_targets_step():
@@ -143,20 +99,9 @@ def test_exposed_time_is_what_a_round_takes_beside_the_targets_step():
         device_ms=4,
         exposed_ms=2,
         exposed_mean_ms=2,
-        waited_ms=0.5,
         busy=0.8,
         device=0.4,
-        ahead=0,
-        late=0,
     )
-
-
-def test_rounds_sent_ahead_are_counted_and_those_that_came_late():
-    sent = [None, 50, None, -70, 20]
-    one = [replace(each, ahead_ns=ahead_ns) for each, ahead_ns in zip(rounds(1, 2, 3, 4, 5), sent, strict=True)]
-    found = RoundFigures.of([one], begin_s=0, end_s=1)
-    assert found is not None
-    assert (found.rounds, found.ahead, found.late) == (4, 0.75, 0.25)
 
 
 def test_rounds_outside_the_window_between_requests_and_of_steps_nobody_saw_do_not_count():
@@ -199,58 +144,6 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
     scaled = as_dicts(cells, scale_to=5.0)
     assert [cell.get("scaled_tpot_ms") for cell in scaled] == [None, 3.0, 3.0, None]
     assert json.loads(json.dumps(found))[1]["setup"] == "apart"
-
-
-def echo(server: socket.socket) -> None:
-    connection, _ = server.accept()
-    with connection:
-        while data := connection.recv(100):
-            connection.sendall(data)
-
-
-class StandingTime:
-    """A clock that stands still, and keeps what it is asked to sleep."""
-
-    def __init__(self) -> None:
-        self.slept_s: list[float] = []
-
-    def monotonic(self) -> float:
-        return 100.0
-
-    def sleep(self, seconds: float) -> None:
-        self.slept_s.append(seconds)
-
-
-def ask(client: socket.socket, data: bytes) -> None:
-    client.sendall(data)
-    found = b""
-    while len(found) < len(data):
-        found += client.recv(len(data))
-    assert found == data
-
-
-@pytest.mark.parametrize("rtt_s", [0.0, 0.15])
-def test_a_relay_holds_every_byte_for_half_its_round_trip_each_way(monkeypatch: pytest.MonkeyPatch, rtt_s: float):
-    stands = StandingTime()
-    monkeypatch.setattr(relay_module, "time", stands)
-    with socket.create_server(("127.0.0.1", 0)) as server, Relay(("127.0.0.1", 0), server.getsockname()) as relay:
-        threading.Thread(target=echo, args=(server,), daemon=True).start()
-        with socket.create_connection(relay.address, timeout=30) as client:
-            relay.rtt_s = rtt_s
-            for number in range(5):
-                ask(client, bytes([number] * 50))
-                assert stands.slept_s == pytest.approx([rtt_s / 2] * 2)
-                stands.slept_s.clear()
-
-
-def test_nothing_is_through_a_relay_before_its_round_trip_is_over():
-    with socket.create_server(("127.0.0.1", 0)) as server, Relay(("127.0.0.1", 0), server.getsockname()) as relay:
-        threading.Thread(target=echo, args=(server,), daemon=True).start()
-        with socket.create_connection(relay.address, timeout=30) as client:
-            relay.rtt_s = 0.15
-            began = time.monotonic()
-            ask(client, b"late")
-            assert time.monotonic() - began >= 0.15
 
 
 class Measured:

@@ -53,22 +53,24 @@ async def test_a_worker_that_answers_so_is_lost_and_nobody_gets_a_wrong_token(fo
 
 
 def test_messages_are_the_same_for_the_same_seed_and_reach_every_field():
-    example = target_pb2.VerifyRequest(step=1, trees=target_pb2.TreeBatch(session_ids=[1], tokens=[2, 3]))
-    first, second = (MessageFuzzer(target_pb2.VerifyRequest, seed=3) for _ in range(2))
+    example = target_pb2.RoundCommands(
+        incarnation=1, growth=target_pb2.RelayedGrowth(session_ids=[1], tokens=[2, 3], parents=[0, 1])
+    )
+    first, second = (MessageFuzzer(target_pb2.RoundCommands, seed=3) for _ in range(2))
     made = [first.message([example]) for _ in range(400)]
     assert made == [second.message([example]) for _ in range(400)]
     readable = []
     for data in made:
         try:
-            readable.append(target_pb2.VerifyRequest.FromString(data))
+            readable.append(target_pb2.RoundCommands.FromString(data))
         except DecodeError:
             continue
     assert 200 < len(readable) < 390
     seen = {field.name for message in readable for field, _ in message.ListFields()}
-    assert seen == set(target_pb2.VerifyRequest.DESCRIPTOR.fields_by_name)
-    trees = {field.name for message in readable for field, _ in message.trees.ListFields()}
-    assert trees == set(target_pb2.TreeBatch.DESCRIPTOR.fields_by_name)
-    assert any(len(message.trees.epochs) != len(message.trees.session_ids) for message in readable)
+    assert seen == set(target_pb2.RoundCommands.DESCRIPTOR.fields_by_name)
+    growth = {field.name for message in readable for field, _ in message.growth.ListFields()}
+    assert growth == set(target_pb2.RelayedGrowth.DESCRIPTOR.fields_by_name)
+    assert any(len(message.growth.epochs) != len(message.growth.session_ids) for message in readable)
 
 
 def test_broken_text_and_numbers_that_are_none_are_among_them():

@@ -5,13 +5,11 @@ from collections import Counter
 import pytest
 from benchmarks.source_bench import command
 from benchmarks.source_bench.driving import PassFigures, options_of
-from benchmarks.source_bench.readings import Readings, in_between, line, log_lines, samples, told
+from benchmarks.source_bench.readings import in_between, line, samples, told
 from benchmarks.source_bench.services import MIXTURES
 from benchmarks.source_bench.workloads import NAMES, edit_request, quote_request, workload
 from prometheus_client import generate_latest
 
-from outrider.coordinator.metrics import families as metrics
-from outrider.coordinator.sessions.totals import Totals
 from outrider.metrics.families import Families, registry_of
 from outrider.metrics.worker import StepCounts, WorkerGauges, describe_worker
 
@@ -42,7 +40,7 @@ def test_a_mixture_asks_for_its_sources():
     asked = {name: options_of(name, temperature=0.0, max_new_tokens=8, seed=1) for name in MIXTURES}
     assert asked["off"].get("speculation") == "off"
     assert "sources" not in asked["off"]
-    assert asked["ngram+eagle"].get("sources") == ["ngram", "eagle"]
+    assert asked["ngram"].get("sources") == ["ngram"]
     assert asked["model/ngram"].get("sources") == asked["model+ngram"].get("sources") == ["model", "ngram"]
     assert {options.get("speculation") for name, options in asked.items() if name != "off"} == {"async"}
 
@@ -64,39 +62,31 @@ def test_figures_are_compared_with_off_and_with_the_first_pass():
     assert command.table([key | row]).row_count == 1
 
 
-def test_a_pass_says_what_its_draft_did_and_what_the_coordinator_made_of_it():
-    totals, steps = Totals(), StepCounts()
-
-    def of_coordinator(families: Families) -> None:
-        metrics._describe_speculation(families, totals, positions=2)
-        metrics._describe_rounds(families, totals)
+def test_a_pass_says_what_its_draft_did_and_what_became_of_it():
+    steps = StepCounts()
 
     def of_draft(families: Families) -> None:
         gauges = WorkerGauges(sessions=1, slots_used=0, slots_cached=0, slots_total=9, waiting=0, step_age_s=0.0)
         describe_worker(families, steps, gauges, role="draft", model_name="m")
 
-    def read(log: str = "") -> Readings:
-        pages = {"coordinator": of_coordinator, "draft-worker": of_draft}
-        found = {role: samples(generate_latest(registry_of(page)).decode()) for role, page in pages.items()}
-        return found | {"draft-worker": found["draft-worker"] + log_lines(log)}
+    def readings(rounds: int) -> dict[str, Counter[str]]:
+        counts = {"verify_rounds": rounds, "draft_nodes_received": 5 * rounds, "draft_nodes_dropped": 4 * rounds}
+        page = "".join(f"outrider:{name}_total {value}\n" for name, value in counts.items())
+        return {
+            "coordinator": samples(page),
+            "draft-worker": samples(generate_latest(registry_of(of_draft)).decode()),
+        }
 
     steps.note(9_000_000, 9_000_000, rows=9, sessions=1)
-    before = read("a step took 900 ms; prepared while serving: graph\n")
+    before = readings(20)
     for _ in range(4):
         steps.note(5_000_000, 4_000_000, rows=16, sessions=2)
-    totals.verify_steps, totals.demand.rounds, totals.serving.bare_drafted = 20, 16, 5
-    totals.demand.missed_rounds, totals.demand.starved_rounds = 4, 8
-    totals.serving.grown_nodes, totals.dropped_nodes = 100, 75
-    after = read("prepared while serving: graph\nprepared while serving: graph\nsession 3 waits for slots: 2 free\n")
-    said = told(in_between(before, after), seconds=2.0)
+    said = told(in_between(before, readings(40)), seconds=2.0)
     assert (said["draft_steps_per_s"], said["draft_rows_a_step"]) == (2.0, 16.0)
-    assert (said["draft_step_ms"], said["draft_forward_ms"]) == pytest.approx((5.0, 4.0))
-    assert (said["nodes_a_round"], said["nodes_dropped"], said["without_nodes"]) == (5.0, 0.75, 0.25)
-    assert (said["covered"], said["missed"], said["starved"]) == (0.25, 0.25, 0.5)
-    assert (said["lines_prepared_while_serving"], said["lines_waits_for_slots"]) == (1, 1)
-    shown = line(said)
-    assert "draft 2 steps/s, of 5.00 ms, 5.0 nodes a round, 75% of them dropped, 50% of the rounds starved" in shown
-    # Plain decoding: no draft, no nodes, no rounds of either.
+    assert said["draft_step_ms"] == pytest.approx(5.0)
+    assert (said["nodes_a_round"], said["nodes_dropped"]) == (5.0, 0.8)
+    assert line(said).startswith("draft 2 steps/s, of 5.00 ms, 5.0 nodes a round, 80% of them dropped; cores")
+    # Plain decoding: no draft, no nodes.
     plain = told({"coordinator": Counter({"process_cpu_seconds_total": 1.0})}, seconds=2.0)
-    assert (plain["draft_step_ms"], plain["nodes_a_round"], plain["starved"]) == (None, None, None)
-    assert line(plain).endswith("cores in use: coordinator 0.50")
+    assert (plain["draft_step_ms"], plain["nodes_a_round"]) == (None, None)
+    assert line(plain) == "no draft; cores in use: coordinator 0.50"

@@ -257,6 +257,9 @@ def test_rows_of_sessions_that_need_the_host_come_back() -> None:
     sessions[0].grammar = Partial(set())
     assert step.host_rows()[0].session is sessions[0]
     assert host_rows(step.packed, step.pool, [None] * len(step.sessions_by_row)) == []
+    # In a round of chunks alone, nobody has a root.
+    step.packed.entries[:] = COMMITTED
+    assert step.host_rows() == []
 
 
 def test_rows_of_a_selection_are_numbered_within_it() -> None:
