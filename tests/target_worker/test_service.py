@@ -2,8 +2,7 @@
 
 import asyncio
 import random
-import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,79 +10,22 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import (
     PROMPT,
     SPECS,
-    FixedTimes,
-    config_of,
-    make_runner,
     oracle_tree,
     random_tree,
 )
+from tests.target_worker.serving import LEFT, RESENT, SAMPLED, TAKEN, Coordinator, Service, until
 
-from outrider import rpc
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.reload import Reloader
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.rounds.loop import WITHOUT_LIMIT
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.rounds.thread import RoundThread
-from outrider.target_worker.service import TargetServicer
 from outrider.target_worker.sessions import Code
-from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
-
-TAKEN, LEFT, RESENT = (
-    target_pb2.PLACE_CHANGE_TAKEN,
-    target_pb2.PLACE_CHANGE_LEFT,
-    target_pb2.PLACE_CHANGE_RESENT,
-)
-SAMPLED = SamplingSpec(temperature=1.0, seed=5, max_new_tokens=24)
-
-
-class Service:
-    """A served target, and what a coordinator sees of it."""
-
-    def __init__(self, checkpoint: Path, kind: type[RoundProgram]) -> None:
-        self._checkpoint, self._kind = checkpoint, kind
-        self.thread = RoundThread(self._make)
-        self.reloader = Reloader(self.thread)
-        self.servicer = TargetServicer(self.thread, self.reloader, most_unread=4)
-        self.server = rpc.RoleServer(
-            services=["outrider.v1.TargetService"],
-            add_services=lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(self.servicer, server),
-            address="127.0.0.1:0",
-        )
-
-    def _make(self) -> RoundLoop:
-        runner = self.reloader.load(self._checkpoint, lambda: make_runner(self._checkpoint))
-        config = config_of(runner)
-        program = self._kind.of_runner(runner, config)
-        return RoundLoop(runner, config, times=FixedTimes(config, 8), program=program)
-
-    async def start(self) -> None:
-        self.thread.start()
-        await asyncio.wrap_future(self.thread.ready)
-        await self.server.start()
-        self.channel = rpc.open_channel(self.server.address)
-        self.stub = target_pb2_grpc.TargetServiceStub(self.channel)
-
-    async def stop(self) -> None:
-        await self.channel.close(None)
-        await self.server.stop(grace_s=0)
-        self.thread.stop()
-        await asyncio.wrap_future(self.thread.stopped)
-
-    async def until_empty(self) -> None:
-        await until(lambda: not self.thread.load.sessions and not self.thread.load.slots_used)
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture(params=[RoundProgram, AheadProgram], ids=["one by one", "ahead"])
@@ -92,105 +34,6 @@ async def service(request: pytest.FixtureRequest, checkpoint: Path) -> AsyncIter
     await service.start()
     yield service
     await service.stop()
-
-
-class Coordinator:
-    """One stream to a target: what it was given, by (session, epoch)."""
-
-    def __init__(self, service: Service, *, incarnation: int = 7) -> None:
-        self.incarnation = incarnation
-        self.call: Any = service.stub.Verify(timeout=120)
-        self.messages: list[target_pb2.RoundResults] = []
-        self.tokens: dict[tuple[int, int], list[int]] = {}
-        self.finishes: dict[tuple[int, int], int] = {}
-        self.errors: dict[tuple[int, int], common_pb2.SessionError] = {}
-        self.selected: dict[int, list[int]] = {}
-        self.lost: list[tuple[int, int]] = []
-        self._node_ids = 1
-
-    async def send(self, **fields: Any) -> None:
-        await self.call.write(target_pb2.RoundCommands(incarnation=self.incarnation, **fields))
-
-    async def open(
-        self,
-        number: int,
-        spec: SamplingSpec,
-        *,
-        epoch: int = 1,
-        prompt: Sequence[int] = PROMPT,
-        allow: int = WITHOUT_LIMIT,
-        **limits: Any,
-    ) -> None:
-        opening = common_pb2.SessionOpen(
-            session_id=number,
-            epoch=epoch,
-            prompt=tokens_to_bytes(prompt),
-            sampling=spec.to_proto(),
-            limits=common_pb2.SpeculationLimits(**limits),
-        )
-        bounds = target_pb2.SessionBounds(session_ids=[number], epochs=[epoch], allow=[allow])
-        await self.send(opens=[opening], bounds=bounds)
-
-    async def change(self, number: int, place: int, change: Any, *, epoch: int = 1) -> None:
-        changes = target_pb2.PlaceChanges(session_ids=[number], epochs=[epoch], places=[place], changes=[change])
-        await self.send(places=changes)
-
-    async def bound(self, number: int, allow: int, *, alone: bool = False, epoch: int = 1) -> None:
-        bounds = target_pb2.SessionBounds(session_ids=[number], epochs=[epoch], allow=[allow], alone=[alone])
-        await self.send(bounds=bounds)
-
-    async def close(self, number: int, *, epoch: int = 1) -> None:
-        await self.send(close_session_ids=[number], close_epochs=[epoch])
-
-    def growth(
-        self, number: int, tree: tuple[list[int], list[int]], length: int, *, complete: bool = False, **fields: Any
-    ) -> target_pb2.RelayedGrowth:
-        """A tree with node ids of its own."""
-        tokens, parents = tree
-        ids = [0, *range(self._node_ids, self._node_ids + len(tokens))]
-        self._node_ids += len(tokens)
-        columns: dict[str, Any] = {
-            "session_ids": [number],
-            "epochs": [1],
-            "places": [0],
-            "as_of": [length],
-            "node_counts": [len(tokens)],
-            "node_ids": ids[1:],
-            "parents": [ids[parent] for parent in parents],
-            "tokens": tokens,
-            "acceptance": floats_to_bytes([0.9] * len(tokens)),
-            "complete": [complete],
-        }
-        return target_pb2.RelayedGrowth(**columns | fields)
-
-    async def read(self) -> target_pb2.RoundResults:
-        """The next message, taken note of."""
-        async with asyncio.timeout(60):
-            message: Any = await self.call.read()
-        assert isinstance(message, target_pb2.RoundResults), message
-        self.messages.append(message)
-        assert len(set(message.session_ids)) == len(message.session_ids)
-        first = 0
-        for row, key in enumerate(zip(message.session_ids, message.epochs, strict=True)):
-            count = message.token_counts[row]
-            self.tokens.setdefault(key, []).extend(message.tokens[first : first + count])
-            first += count
-            self.selected.setdefault(key[0], []).append(message.selected_counts[row])
-            if message.finishes[row]:
-                self.finishes[key] = message.finishes[row]
-            if message.lost[row]:
-                self.lost.append((key[0], message.lost[row]))
-        assert sum(message.accepted_counts) == len(message.accepted_sources)
-        for error in message.errors:
-            self.errors[error.session_id, error.epoch] = error
-        return message
-
-    async def read_until(self, is_so: Callable[[], object]) -> None:
-        while not is_so():
-            await self.read()
-
-    async def finish(self, *numbers: int, epoch: int = 1) -> None:
-        await self.read_until(lambda: all((number, epoch) in self.finishes for number in numbers))
 
 
 @pytest.mark.parametrize("name", ["greedy", *[name for name in SPECS if SPECS[name].logprobs is not None][:1]])
@@ -421,31 +264,6 @@ async def test_sessions_of_a_stream_that_is_not_read_rest_until_it_is(service, r
     may_end.set()
     await call
     await service.until_empty()
-
-
-async def test_weights_are_replaced_between_sessions(service, checkpoint, tmp_path, reference_model):
-    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
-    tensors = load_file(other / "model.safetensors")
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.flip(0).contiguous() if tensor.dim() == 2 else tensor * 1.5
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    spec = SamplingSpec(max_new_tokens=12)
-    coordinator = Coordinator(service)
-    before = service.reloader.running.version
-    await coordinator.open(1, spec, allow=0)
-    found = await service.stub.Reload(target_pb2.ReloadRequest(path=str(other)), timeout=60)
-    swap = common_pb2.Weights(version=found.found.version, reloads=1)
-    done = await service.stub.Reload(target_pb2.ReloadRequest(path=str(other), swap=swap), timeout=60)
-    assert done.running.version == found.found.version != before
-    await coordinator.read_until(lambda: (1, 1) in coordinator.errors)
-    assert coordinator.errors[1, 1].code == Code.ABORTED
-    opening = {"prompt": tokens_to_bytes(PROMPT), "sampling": spec.to_proto(), "epoch": 1}
-    await coordinator.send(opens=[common_pb2.SessionOpen(session_id=2, weights=before, **opening)])
-    await coordinator.read_until(lambda: (2, 1) in coordinator.errors)
-    await coordinator.open(3, spec)
-    await coordinator.finish(3)
-    assert coordinator.errors[2, 1].code == Code.ABORTED
-    assert coordinator.tokens[3, 1] != plain_decode(reference_model, PROMPT, spec).tokens
 
 
 async def test_fuzzed_messages_leave_the_server_serving(service, reference_model):

@@ -17,8 +17,8 @@ from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.session import SessionResult
+from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost
 from outrider.target_worker.sessions import OpenRequest
-from outrider.target_worker.step_cost import PrefillAllowance, StepCost
 
 # Of the models: the fixture `device` sets it.
 DEVICE = "cpu"

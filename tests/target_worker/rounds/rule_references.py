@@ -19,7 +19,7 @@ from outrider.sampling import SamplingSpec, VerificationRule
 Path = tuple[list[int], list[int]]
 
 
-def reference_path(
+def reference_path(  # noqa: PLR0917 - a tree has columns
     spec: SamplingSpec,
     length: int,
     tokens: Sequence[int],
@@ -37,6 +37,8 @@ def reference_path(
         q: [n] under `rejection`, where the tree is a chain.
         logits: [n + 1, V].
     """
+    if spec.is_synthetic:
+        return _synthetic(spec, length, tokens, parents, logits)
     match spec.rule:
         case VerificationRule.COUPLED:
             return _coupled(spec, length, tokens, parents, logits)
@@ -44,8 +46,8 @@ def reference_path(
             return _target_only(spec, length, tokens, parents, logits)
         case VerificationRule.REJECTION:
             return _rejection(spec, length, tokens, q, logits)
-        case VerificationRule.SYNTHETIC:
-            return _synthetic(spec, length, tokens, parents, logits)
+        case rule:
+            raise AssertionError(f"{rule} is no rule of a choice")
 
 
 def _coupled(

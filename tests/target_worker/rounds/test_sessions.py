@@ -123,6 +123,16 @@ def test_growth_that_is_late_doubled_or_wrong_changes_nothing(loop, reference_mo
     assert decoded.tokens == plain
 
 
+def test_growth_of_no_nodes_changes_nothing(loop, reference_model):
+    spec = SamplingSpec(max_new_tokens=6)
+    driver = Driver(loop)
+    decoded = driver.open(1, spec, [], no_tree)
+    while not decoded.is_over:
+        loop.grow((7, 1), 1, 0, len(PROMPT) + len(decoded.tokens), [], [], [], [])
+        driver.turn()
+    assert decoded.tokens == plain_decode(reference_model, PROMPT, spec).tokens
+
+
 def test_growth_that_was_lost_is_asked_for_until_it_is_sent_again(loop):
     """A row full of candidates loses what comes; the worker is told, and told no more once it has begun again."""
     driver = Driver(loop)
