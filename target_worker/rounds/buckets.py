@@ -106,11 +106,11 @@ class RoundTimes:
         return max(fitting, key=rate)
 
     def widest(self, *, prefill: int) -> int:
-        """Return the bucket with the most rows, of those with room for so many rows of prefill."""
+        """Return the bucket with the most rows, of those with room for so many rows of prefill and as little more."""
 
         def width(number: int) -> tuple[int, int, int]:
             bucket = self._buckets[number]
-            return bucket.rows, bucket.sessions, -bucket.prefill
+            return bucket.rows, -bucket.prefill, bucket.sessions
 
         return max((number for number, bucket in enumerate(self._buckets) if bucket.prefill >= prefill), key=width)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.target_worker.rounds.driving import DEVICE, Driver, FixedTimes, Tree, config_of, make_runner
+from tests.target_worker.rounds.driving import Driver, FixedTimes, Tree, config_of, make_runner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.kernels.pool.pack import Packed
@@ -92,7 +92,7 @@ def sample(folder: Path, *, seed: int, alter: Alter = honest) -> Counter[tuple[i
         num_slots=runner.slots.num_slots,
         row_len=runner.slots.max_row_len,
         vocab_size=VOCABULARY,
-        device=torch.device(DEVICE),
+        device=runner.device,
         captures=False,
     )
     loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, BATCH * 4), program=program)

@@ -38,7 +38,7 @@ def loop(request, checkpoint) -> RoundLoop:
         return loop_of(runner, **sizes)
     config = config_of(runner)
     program = AheadProgram.of_runner(runner, config)
-    return RoundLoop(runner, config, times=FixedTimes(config, **sizes), program=program)
+    return RoundLoop(runner, config, times=FixedTimes(program.buckets, **sizes), program=program)
 
 
 class Rounds(RoundObserver):
