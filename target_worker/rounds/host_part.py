@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -178,7 +179,8 @@ def host_rows(packed: Packed, pool: Pool, sessions_by_row: Sequence[HostSession 
     verified = entries >= ROOT
     roots = np.flatnonzero(entries == ROOT)
     found = []
-    for root, behind in zip(roots.tolist(), [*roots[1:].tolist(), len(entries)], strict=True):
+    # Of a round that verifies nothing there are none.
+    for root, behind in pairwise([*roots.tolist(), len(entries)]):
         session = sessions_by_row[row_of[root]]
         if session is None or not needs_host(session):
             continue

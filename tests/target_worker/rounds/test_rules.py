@@ -116,3 +116,14 @@ def test_under_rejection_a_drafted_stop_token_is_verified_like_any_other(loop):
         driver.run()
     assert ends > 20
     assert loop.kv.used == 0
+
+
+@pytest.mark.parametrize("rule", [TARGET_ONLY, REJECTION])
+def test_rounds_that_verify_nothing_may_need_the_host(rule, checkpoint):
+    """Parts of a prompt alone are computed in the first rounds, and the last ones only close the session."""
+    loop = make_loop(checkpoint, chunk=3)
+    driver = Driver(loop)
+    decoded = driver.open(1, replace(rule, max_new_tokens=4), [], no_tree)
+    driver.run()
+    assert (len(decoded.tokens), decoded.finish) == (4, Finish.LENGTH)
+    assert loop.kv.used == 0
