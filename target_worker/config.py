@@ -35,11 +35,11 @@ class TargetWorkerConfig:
         threads: CPU threads of one operator.
         max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
-        max_tree_nodes: most nodes of one session's tree, root excluded; larger trees are cut to their root.
-        max_step_tokens: most rows of one verification: nodes and roots, and prefill tokens beside them.
-        max_prefill_tokens: most rows of a step that only prefills; default a quarter of max_step_tokens on a CPU, 4096
-            on a GPU. Where it is more than max_step_tokens, prefill may take the difference beside a verification.
-        prefill_slowdown: how much longer than its verification alone a step may take for the sake of prefill beside
+        max_tree_nodes: most rows of one session in a round: its root and the best of its nodes.
+        max_step_tokens: most verified rows of a round: roots and nodes of all sessions.
+        max_prefill_tokens: most rows of prompts beside them; default a quarter of max_step_tokens on a CPU, 4096 on a
+            GPU.
+        prefill_slowdown: how much longer than its verification alone a round may take for the sake of prefill beside
             it: 0.4 is 40 %. At least some rows of prefill always go along.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
         kv_bytes: memory for KV; default 1 GiB on a CPU, kv_cache_memory_fraction on a GPU.
@@ -49,7 +49,8 @@ class TargetWorkerConfig:
         attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
             that name) or reference (plain torch; default on a CPU).
         enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
-        deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
+        deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step; neither with
+            attention_backend flashinfer nor with enforce_eager.
         tensor_parallel_size: GPUs that share the model.
         tls_ca: certificates (PEM) of the authorities whose certificates are believed; with the next two, everything is
             encrypted and proven on both sides.
@@ -108,6 +109,8 @@ class TargetWorkerConfig:
                 f"max_step_tokens: {self.max_step_tokens} given, at least max_num_seqs ({self.max_num_seqs}) needed, "
                 "so that every session can take a plain step"
             )
+        if self.max_tree_nodes < 1:
+            raise ValueError(f"max_tree_nodes: {self.max_tree_nodes} given, at least 1 needed")
         if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
         if not 0 <= self.prefill_slowdown < math.inf:

@@ -17,8 +17,8 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.weight_reload import CheckedWeights, check_weights
 from outrider.engine.weight_version import weights_version
 from outrider.errors import CheckpointError, FieldViolation, InvalidRequest, WorkerRefused, WorkerUnavailable
-from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.rounds.thread import RoundThread
 from outrider.v1 import common_pb2, target_pb2
 
 logger = logging.getLogger(__name__)

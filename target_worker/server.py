@@ -12,9 +12,9 @@ from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
 from outrider.target_worker.reload import Reloader
-from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import TargetServicer, pack_load
 from outrider.v1 import common_pb2, registry_pb2, target_pb2
 from outrider.worker import model_info

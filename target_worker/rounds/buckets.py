@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.target_worker.rounds.config import RoundConfig
-from outrider.target_worker.step_cost import PrefillAllowance, StepCost, StepShape
+from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, StepShape
 
 # Verified rows, sessions and prefill rows of the buckets on a GPU: in between a round takes as long as in the next
 # larger one.
@@ -106,11 +106,11 @@ class RoundTimes:
         return max(fitting, key=rate)
 
     def widest(self, *, prefill: int) -> int:
-        """Return the bucket with the most rows, of those with room for so many rows of prefill."""
+        """Return the bucket with the most rows, of those with room for so many rows of prefill and as little more."""
 
         def width(number: int) -> tuple[int, int, int]:
             bucket = self._buckets[number]
-            return bucket.rows, bucket.sessions, -bucket.prefill
+            return bucket.rows, -bucket.prefill, bucket.sessions
 
         return max((number for number, bucket in enumerate(self._buckets) if bucket.prefill >= prefill), key=width)
 
@@ -149,5 +149,5 @@ class RoundTimes:
     def prefill_allowance(self, *, sessions: int, keys: int, rows: int, most: int) -> PrefillAllowance:
         """Return the prefill that the next round may take beside so many verified rows of sessions."""
         if not sessions:
-            return self._cost.alone(most=most, time_ns=None)
+            return PrefillAllowance(most=most)
         return self._cost.beside(rows, keys, most=most)

@@ -35,7 +35,6 @@ from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import MAX_RATES, Finish
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.open_checks import check_bounds, check_open, fit_fault
 from outrider.target_worker.rounds import plan
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
@@ -45,8 +44,17 @@ from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import Level, Session, SessionResult
-from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, SessionKey, SpeculationMode
-from outrider.target_worker.step_cost import StepCost, StepShape, prefill_pairs
+from outrider.target_worker.rounds.step_cost import StepCost, StepShape, prefill_pairs
+from outrider.target_worker.sessions import (
+    Code,
+    OpenRequest,
+    SessionFault,
+    SessionKey,
+    SpeculationMode,
+    check_bounds,
+    check_open,
+    fit_fault,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +219,14 @@ class RoundLoop:
         if held is not None and request.epoch < held.epoch:
             raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
         ids = np.array([*request.prompt, *request.output], dtype=np.int64)
-        check_open(request, ids, model=self._runner.info, num_slots=self._kv.num_slots)
+        info = self._runner.info
+        check_open(
+            request,
+            ids,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            num_slots=self._kv.num_slots,
+        )
         check_bounds(request.sampling, logprobs=self._config.logprobs, rates=MAX_RATES)
         if held is None and len(self._sessions) >= self._config.max_sessions:
             message = f"all {self._config.max_sessions} rows are taken: raise max_num_seqs"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from outrider.engine.prefix_cache import common_length
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.session import Session
-from outrider.target_worker.step_cost import PrefillAllowance
+from outrider.target_worker.rounds.step_cost import PrefillAllowance
 
 # Share of the free slots that rows may have for rounds to come.
 _AHEAD_PART = 4

@@ -1,6 +1,7 @@
 """The target worker from its configuration to its registration, and its end."""
 
 import asyncio
+import importlib.util
 import logging
 import os
 import re
@@ -102,19 +103,26 @@ async def test_a_folder_that_is_no_checkpoint_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("options", "message"),
     [
-        ("port", 70000, "port: 70000"),
-        ("host", "", "host"),
-        ("max_step_tokens", 0, "max_step_tokens: 0"),
-        ("max_step_tokens", 8, "at least max_num_seqs"),
-        ("max_prefill_tokens", 0, "max_prefill_tokens: 0"),
-        ("prefill_slowdown", -0.1, "prefill_slowdown: -0.1"),
-        ("coordinators", ("localhost",), "host:port"),
-        ("threads", 0, "torch_threads"),
-        ("device", "tpu", "device: 'tpu'"),
+        ({"port": 70000}, "port: 70000"),
+        ({"host": ""}, "host"),
+        ({"max_step_tokens": 0}, "max_step_tokens: 0"),
+        ({"max_step_tokens": 8}, "at least max_num_seqs"),
+        ({"max_tree_nodes": 0}, "max_tree_nodes: 0"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens: 0"),
+        ({"prefill_slowdown": -0.1}, "prefill_slowdown: -0.1"),
+        ({"coordinators": ("localhost",)}, "host:port"),
+        ({"threads": 0}, "torch_threads"),
+        ({"device": "tpu"}, "device: 'tpu'"),
+        ({"deterministic": True, "device": "cuda", "enforce_eager": True}, "deterministic: .* enforce_eager"),
+        ({"deterministic": True, "device": "cuda", "attention_backend": "flashinfer"}, "deterministic: .* flashinfer"),
     ],
 )
-def test_configurations_that_cannot_work(field: str, value: object, message: str) -> None:
+def test_configurations_that_cannot_work(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if every extra were installed.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match=message):
-        TargetWorkerConfig(**{field: value})  # type: ignore[arg-type]
+        TargetWorkerConfig(**options)

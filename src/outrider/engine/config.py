@@ -34,7 +34,8 @@ class EngineConfig:
         attention_backend: "triton" (default on a GPU), "flashinfer" (on a GPU, with the extra of that name; float16
             or bfloat16) or "reference" (plain torch; default on a CPU).
         enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
-        deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
+        deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step; neither with
+            flashinfer nor with `enforce_eager`.
         tensor_parallel_size: GPUs that share the model.
 
     Raises:
@@ -79,6 +80,7 @@ class EngineConfig:
             raise ValueError(f"kv_cache_memory_fraction: {given} given, above 0 and at most 1 needed")
         self._check_attention_backend()
         self._check_needs_of_cuda()
+        self._check_deterministic()
 
     def _check_needs_of_cuda(self) -> None:
         if self.kv_cache_dtype not in ("auto", "fp8_e4m3"):
@@ -93,6 +95,14 @@ class EngineConfig:
                 f"tensor_parallel_size: {self.tensor_parallel_size} given, which needs a device without a number, "
                 f"not {self.device}"
             )
+
+    def _check_deterministic(self) -> None:
+        if not self.deterministic:
+            return
+        if self.attention_backend == "flashinfer":
+            raise ValueError("deterministic: not with attention_backend flashinfer, whose sums depend on the batch")
+        if self.enforce_eager:
+            raise ValueError("deterministic: not with enforce_eager, whose steps have as many rows as they need")
 
     def _check_attention_backend(self) -> None:
         given = f"attention_backend: {self.attention_backend!r} given"

@@ -9,8 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.target_worker.plain_decoding import plain_decode
-from tests.target_worker.rounds.driving import Driver, make_loop, open_request
-from tests.target_worker.verifying import PROMPT, TARGET_ONLY, no_tree, oracle_tree, random_tree
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    TARGET_ONLY,
+    Driver,
+    make_loop,
+    no_tree,
+    open_request,
+    oracle_tree,
+    random_tree,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.kernels.pool.columns import MAX_STOPS
@@ -113,6 +121,16 @@ def test_growth_that_is_late_doubled_or_wrong_changes_nothing(loop, reference_mo
             driver.grow(1, random_tree(rng, plain[done:]), as_of=len(PROMPT) + done, place=rng.randrange(4))
         driver.turn()
     assert decoded.tokens == plain
+
+
+def test_growth_of_no_nodes_changes_nothing(loop, reference_model):
+    spec = SamplingSpec(max_new_tokens=6)
+    driver = Driver(loop)
+    decoded = driver.open(1, spec, [], no_tree)
+    while not decoded.is_over:
+        loop.grow((7, 1), 1, 0, len(PROMPT) + len(decoded.tokens), [], [], [], [])
+        driver.turn()
+    assert decoded.tokens == plain_decode(reference_model, PROMPT, spec).tokens
 
 
 def test_growth_that_was_lost_is_asked_for_until_it_is_sent_again(loop):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
-from tests.target_worker.rounds.driving import FixedTimes, config_of, make_runner, open_request
-from tests.target_worker.verifying import PROMPT
+from tests.target_worker.rounds.driving import PROMPT, FixedTimes, config_of, make_runner, open_request
 
 from outrider.errors import OutriderError, WorkerUnavailable
 from outrider.kernels.verification.walk import Finish
@@ -91,7 +90,7 @@ class Served:
         runner = make_runner(self._checkpoint)
         config = config_of(runner)
         self.program = self._kind.of_runner(runner, config)
-        return RoundLoop(runner, config, times=FixedTimes(config, 16), program=self.program)
+        return RoundLoop(runner, config, times=FixedTimes(self.program.buckets, 16), program=self.program)
 
 
 @pytest.fixture(params=[StoppingProgram, AheadProgram], ids=["one by one", "ahead"])
@@ -236,3 +235,25 @@ def test_a_close_while_rounds_run_frees_everything(served):
     until(lambda: not thread.load.sessions and not thread.load.slots_used)
     assert all(result.fault is None for result in owner.results)
     assert not any(result.finish is Finish.STOP for result in owner.results)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_by_ready():
+    def fail() -> RoundLoop:
+        raise ValueError("no such model")
+
+    thread = RoundThread(fail)
+    thread.start()
+    with pytest.raises(ValueError, match="no such model"):
+        thread.ready.result(60)
+    with pytest.raises(ValueError, match="no such model"):
+        thread.stopped.result(60)
+
+
+def test_a_thread_that_runs_no_rounds_is_not_busy(served):
+    thread, owner = served.thread, Owner()
+    until(lambda: not thread.report().busy)
+    thread.submit([OpenCommand(owner, open_request(1, SPEC))])
+    until(lambda: thread.report().busy)
+    until(lambda: owner.has_ended(1))
+    assert thread.report().busy <= 1
+    until(lambda: not thread.report().busy)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.target_worker.step_cost import PrefillAllowance, StepCost, StepShape, prefill_pairs
+from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, StepShape, prefill_pairs
 
 Machine = Callable[[StepShape], float]
 
@@ -85,14 +85,3 @@ def test_an_allowance_is_spent() -> None:
     assert allowance.rows(100) == 0
     assert PrefillAllowance(most=500, least=8, time_ns=-5.0).rows(0) == 8
     assert PrefillAllowance(most=500).rows(10**6) == 500
-
-
-def test_prefill_alone_is_bounded_by_time_only_where_asked() -> None:
-    cost = StepCost(slowdown=0.4, prior_rows=256)
-    assert cost.alone(most=4096, time_ns=None).rows(0) == 4096
-    assert cost.alone(most=4096, time_ns=8e6).rows(0) == 256
-    for rows in (256, 512, 1024) * 5:
-        cost.observe(StepShape(prefill_rows=rows), 3e6 + 2e4 * rows)
-    assert cost.alone(most=4096, time_ns=8e6).rows(0) == pytest.approx(250, abs=15)
-    assert cost.alone(most=4096, time_ns=1e6).rows(0) == 32
-    assert cost.verification_ns(48, 0) is None

@@ -2,10 +2,9 @@
 
     verification alone     a + b rows + c keys         rows: roots and nodes; keys: tokens before the roots
     prefill beside it      d rows + e pairs            on top of that; pairs: keys that the prefill rows see, in sum
-    prefill alone          f + g rows + h pairs
 
 Each line is a least-squares fit with coefficients of at least 0 that forgets old steps. They are learned apart: what
-verification alone takes stays known through a long prefill, and prefill is known best at the sizes it has.
+verification alone takes stays known through a long prefill. Prefill alone takes all the rows that there are.
 """
 
 import math
@@ -109,7 +108,7 @@ class PrefillAllowance:
 
 
 class StepCost:
-    """The three fits.
+    """The two fits.
 
     Args:
         slowdown: how much longer than its verification alone a step may take for the sake of prefill: 0.4 is 40 %.
@@ -121,17 +120,15 @@ class StepCost:
         self._slowdown = slowdown
         self._least_rows = least_rows
         self._prior_rows = prior_rows
-        self._alone, self._beside, self._prefill = _Fit(3), _Fit(2, forget=_FORGET_BESIDE), _Fit(3)
+        self._alone, self._beside = _Fit(3), _Fit(2, forget=_FORGET_BESIDE)
         self._tried = float(least_rows)
         self._since_alone = 0
 
     def observe(self, shape: StepShape, step_ns: float) -> None:
         """One measured step."""
-        prefill = (shape.prefill_rows / _ROWS, shape.pairs / _PAIRS)
         if not shape.verify_rows:
-            if shape.prefill_rows:
-                self._prefill.observe((1.0, *prefill), step_ns)
             return
+        prefill = (shape.prefill_rows / _ROWS, shape.pairs / _PAIRS)
         alone = (1.0, shape.verify_rows / _ROWS, shape.keys / _KEYS)
         if not shape.prefill_rows:
             self._since_alone = 0
@@ -170,15 +167,4 @@ class StepCost:
             time_ns=self._slowdown * known_ns,
             row_ns=row / _ROWS,
             pair_ns=pair / _PAIRS,
-        )
-
-    def alone(self, *, most: int, time_ns: float | None) -> PrefillAllowance:
-        """The prefill of a step that verifies nothing; `time_ns` bounds it where others may come and wait for it."""
-        if time_ns is None:
-            return PrefillAllowance(most=most)
-        if self._prefill.observed < _BELIEVED:
-            return PrefillAllowance(most=min(most, max(self._least_rows, self._prior_rows)))
-        base, row, pair = self._prefill.weights
-        return PrefillAllowance(
-            most=most, least=self._least_rows, time_ns=time_ns - base, row_ns=row / _ROWS, pair_ns=pair / _PAIRS
         )

@@ -1,0 +1,175 @@
+"""A target that is served over loopback gRPC, with a tiny model behind it, and what a coordinator sees of it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    FixedTimes,
+    config_of,
+    make_runner,
+)
+
+from outrider import rpc
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.reload import Reloader
+from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.thread import RoundThread
+from outrider.target_worker.service import TargetServicer
+from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+from outrider.wire import floats_to_bytes, tokens_to_bytes
+
+TAKEN, LEFT, RESENT = (
+    target_pb2.PLACE_CHANGE_TAKEN,
+    target_pb2.PLACE_CHANGE_LEFT,
+    target_pb2.PLACE_CHANGE_RESENT,
+)
+SAMPLED = SamplingSpec(temperature=1.0, seed=5, max_new_tokens=24)
+
+
+class Service:
+    """A served target, and what a coordinator sees of it."""
+
+    def __init__(self, checkpoint: Path, kind: type[RoundProgram]) -> None:
+        self._checkpoint, self._kind = checkpoint, kind
+        self.thread = RoundThread(self.make_loop)
+        self.reloader = Reloader(self.thread)
+        self.servicer = TargetServicer(self.thread, self.reloader, most_unread=4)
+        self.server = rpc.RoleServer(
+            services=["outrider.v1.TargetService"],
+            add_services=lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(self.servicer, server),
+            address="127.0.0.1:0",
+        )
+
+    def make_loop(self) -> RoundLoop:
+        """Load the model; on the thread of the rounds."""
+        runner = self.reloader.load(self._checkpoint, lambda: make_runner(self._checkpoint))
+        config = config_of(runner)
+        program = self._kind.of_runner(runner, config)
+        return RoundLoop(runner, config, times=FixedTimes(program.buckets, 8), program=program)
+
+    async def start(self) -> None:
+        self.thread.start()
+        await asyncio.wrap_future(self.thread.ready)
+        await self.server.start()
+        self.channel = rpc.open_channel(self.server.address)
+        self.stub = target_pb2_grpc.TargetServiceStub(self.channel)
+
+    async def stop(self) -> None:
+        await self.channel.close(None)
+        await self.server.stop(grace_s=0)
+        self.thread.stop()
+        await asyncio.wrap_future(self.thread.stopped)
+
+    async def until_empty(self) -> None:
+        await until(lambda: not self.thread.load.sessions and not self.thread.load.slots_used)
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0.002)
+
+
+class Coordinator:
+    """One stream to a target: what it was given, by (session, epoch)."""
+
+    def __init__(self, service: Service, *, incarnation: int = 7) -> None:
+        self.incarnation = incarnation
+        self.call: Any = service.stub.Verify(timeout=120)
+        self.messages: list[target_pb2.RoundResults] = []
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.finishes: dict[tuple[int, int], int] = {}
+        self.errors: dict[tuple[int, int], common_pb2.SessionError] = {}
+        self.selected: dict[int, list[int]] = {}
+        self.lost: list[tuple[int, int]] = []
+        self._node_ids = 1
+
+    async def send(self, **fields: Any) -> None:
+        await self.call.write(target_pb2.RoundCommands(incarnation=self.incarnation, **fields))
+
+    async def open(
+        self,
+        number: int,
+        spec: SamplingSpec,
+        *,
+        epoch: int = 1,
+        prompt: Sequence[int] = PROMPT,
+        allow: int = WITHOUT_LIMIT,
+        weights: str = "",
+        **limits: Any,
+    ) -> None:
+        opening = common_pb2.SessionOpen(
+            session_id=number,
+            epoch=epoch,
+            prompt=tokens_to_bytes(prompt),
+            sampling=spec.to_proto(),
+            weights=weights,
+            limits=common_pb2.SpeculationLimits(**limits),
+        )
+        bounds = target_pb2.SessionBounds(session_ids=[number], epochs=[epoch], allow=[allow])
+        await self.send(opens=[opening], bounds=bounds)
+
+    async def change(self, number: int, place: int, change: Any, *, epoch: int = 1) -> None:
+        changes = target_pb2.PlaceChanges(session_ids=[number], epochs=[epoch], places=[place], changes=[change])
+        await self.send(places=changes)
+
+    async def bound(self, number: int, allow: int, *, alone: bool = False, epoch: int = 1) -> None:
+        bounds = target_pb2.SessionBounds(session_ids=[number], epochs=[epoch], allow=[allow], alone=[alone])
+        await self.send(bounds=bounds)
+
+    async def close(self, number: int, *, epoch: int = 1) -> None:
+        await self.send(close_session_ids=[number], close_epochs=[epoch])
+
+    def growth(
+        self, number: int, tree: tuple[list[int], list[int]], length: int, *, complete: bool = False, **fields: Any
+    ) -> target_pb2.RelayedGrowth:
+        """A tree with node ids of its own."""
+        tokens, parents = tree
+        ids = [0, *range(self._node_ids, self._node_ids + len(tokens))]
+        self._node_ids += len(tokens)
+        columns: dict[str, Any] = {
+            "session_ids": [number],
+            "epochs": [1],
+            "places": [0],
+            "as_of": [length],
+            "node_counts": [len(tokens)],
+            "node_ids": ids[1:],
+            "parents": [ids[parent] for parent in parents],
+            "tokens": tokens,
+            "acceptance": floats_to_bytes([0.9] * len(tokens)),
+            "complete": [complete],
+        }
+        return target_pb2.RelayedGrowth(**columns | fields)
+
+    async def read(self) -> target_pb2.RoundResults:
+        """The next message, taken note of."""
+        async with asyncio.timeout(60):
+            message: Any = await self.call.read()
+        assert isinstance(message, target_pb2.RoundResults), message
+        self.messages.append(message)
+        assert len(set(message.session_ids)) == len(message.session_ids)
+        first = 0
+        for row, key in enumerate(zip(message.session_ids, message.epochs, strict=True)):
+            count = message.token_counts[row]
+            self.tokens.setdefault(key, []).extend(message.tokens[first : first + count])
+            first += count
+            self.selected.setdefault(key[0], []).append(message.selected_counts[row])
+            if message.finishes[row]:
+                self.finishes[key] = message.finishes[row]
+            if message.lost[row]:
+                self.lost.append((key[0], message.lost[row]))
+        assert sum(message.accepted_counts) == len(message.accepted_sources)
+        for error in message.errors:
+            self.errors[error.session_id, error.epoch] = error
+        return message
+
+    async def read_until(self, is_so: Callable[[], object]) -> None:
+        while not is_so():
+            await self.read()
+
+    async def finish(self, *numbers: int, epoch: int = 1) -> None:
+        await self.read_until(lambda: all((number, epoch) in self.finishes for number in numbers))
