@@ -210,7 +210,7 @@ class SessionOpening:
     mode: SpeculationMode
     max_live_nodes: int
     max_depth: int
-    sync_nodes: int
+    max_nodes: int
     sync_wait_ms: float = 0.0
     traceparent: str = ""
     weights: str = ""

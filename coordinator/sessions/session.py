@@ -143,7 +143,7 @@ class Session:
             mode=self.mode,
             max_live_nodes=max_live_nodes,
             max_depth=self.request.max_depth,
-            sync_nodes=self.request.max_nodes,
+            max_nodes=self.request.max_nodes,
             sync_wait_ms=sync_wait_ms,
             traceparent="" if self.request.spans is None else self.request.spans.traceparent,
             sources=self.request.sources,

@@ -55,7 +55,7 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
             mode=_MODES[opening.mode],
             max_live_nodes=opening.max_live_nodes,
             max_depth=opening.max_depth,
-            sync_nodes=opening.sync_nodes,
+            max_nodes=opening.max_nodes,
             sync_wait_ms=round(opening.sync_wait_ms),
         ),
         traceparent=opening.traceparent,

@@ -101,7 +101,7 @@ class TargetSession:
             for node in place.nodes.values():
                 if path := node.below(self.tokens):
                     found[path] = found.get(path, 0) | 1 << node.source
-        return Tree(list(found.items())[: self.opening.sync_nodes])
+        return Tree(list(found.items())[: self.opening.max_nodes])
 
     @property
     def lost(self) -> int:

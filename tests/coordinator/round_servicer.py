@@ -114,7 +114,7 @@ def _opening(message: common_pb2.SessionOpen) -> SessionOpening:
         mode=_MODES[limits.mode],
         max_live_nodes=limits.max_live_nodes,
         max_depth=limits.max_depth,
-        sync_nodes=limits.sync_nodes,
+        max_nodes=limits.max_nodes,
         sync_wait_ms=limits.sync_wait_ms,
         weights=message.weights,
     )

@@ -47,7 +47,7 @@ def opening(session_id: int, epoch: int = 1) -> SessionOpening:
         mode=SpeculationMode.ASYNC,
         max_live_nodes=0,
         max_depth=8,
-        sync_nodes=8,
+        max_nodes=8,
     )
 
 
@@ -267,7 +267,7 @@ async def test_what_an_opening_asks_for_is_what_a_target_is_told():
     await settle()
     (message,) = gate.written
     (told,) = message.opens
-    assert (told.session_id, told.epoch, told.limits.sync_nodes, list(told.sources)) == (3, 1, 8, [])
+    assert (told.session_id, told.epoch, told.limits.max_nodes, list(told.sources)) == (3, 1, 8, [])
     assert changed.sources == frozenset(GrowthSource)
     await link.close()
 
