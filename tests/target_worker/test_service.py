@@ -1,261 +1,553 @@
-"""The target's service over loopback gRPC, with a real model behind it."""
+"""The target's service of rounds over loopback gRPC, with a tiny model behind it."""
 
 import asyncio
-import struct
-from collections.abc import AsyncIterator
+import random
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.rounds.ahead import AheadProgram
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    SPECS,
+    FixedTimes,
+    config_of,
+    make_runner,
+    oracle_tree,
+    random_tree,
+)
 
 from outrider import rpc
-from outrider.draft_distribution import DraftDistribution, pack_distributions
-from outrider.engine.model_runner import EngineConfig, ModelRunner
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.reload import Reloader
+from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import TargetServicer
-from outrider.target_worker.step_thread import StepThread
-from outrider.target_worker.verifier import Verifier
+from outrider.target_worker.sessions import Code
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
-from outrider.wire import floats_from_bytes, tokens_to_bytes
+from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
 
-PROMPT = [5, 9, 33, 2, 17]
+TAKEN, LEFT, RESENT = (
+    target_pb2.PLACE_CHANGE_TAKEN,
+    target_pb2.PLACE_CHANGE_LEFT,
+    target_pb2.PLACE_CHANGE_RESENT,
+)
+SAMPLED = SamplingSpec(temperature=1.0, seed=5, max_new_tokens=24)
 
 
 class Service:
-    """A served verifier, and what a coordinator would see of it."""
+    """A served target, and what a coordinator sees of it."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        config = EngineConfig(model_path=checkpoint, num_slots=256, max_num_seqs=4, max_tree_nodes=16, torch_threads=1)
-        self.steps = StepThread(lambda: Verifier(ModelRunner(config), max_step_tokens=32))
-        self.servicer = TargetServicer(self.steps)
+    def __init__(self, checkpoint: Path, kind: type[RoundProgram]) -> None:
+        self._checkpoint, self._kind = checkpoint, kind
+        self.thread = RoundThread(self._make)
+        self.reloader = Reloader(self.thread)
+        self.servicer = TargetServicer(self.thread, self.reloader, most_unread=4)
         self.server = rpc.RoleServer(
             services=["outrider.v1.TargetService"],
             add_services=lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(self.servicer, server),
             address="127.0.0.1:0",
         )
 
+    def _make(self) -> RoundLoop:
+        runner = self.reloader.load(self._checkpoint, lambda: make_runner(self._checkpoint))
+        config = config_of(runner)
+        program = self._kind.of_runner(runner, config)
+        return RoundLoop(runner, config, times=FixedTimes(config, 8), program=program)
+
     async def start(self) -> None:
-        self.steps.start()
-        await asyncio.wrap_future(self.steps.ready)
+        self.thread.start()
+        await asyncio.wrap_future(self.thread.ready)
         await self.server.start()
         self.channel = rpc.open_channel(self.server.address)
+        self.stub = target_pb2_grpc.TargetServiceStub(self.channel)
 
     async def stop(self) -> None:
         await self.channel.close(None)
         await self.server.stop(grace_s=0)
-        self.steps.stop()
-        await asyncio.wrap_future(self.steps.stopped)
-
-    def verify(self) -> grpc.aio.StreamStreamCall:
-        return target_pb2_grpc.TargetServiceStub(self.channel).Verify(timeout=30)
+        self.thread.stop()
+        await asyncio.wrap_future(self.thread.stopped)
 
     async def until_empty(self) -> None:
-        async with asyncio.timeout(30):
-            while self.steps.load.sessions or self.steps.load.slots_used:
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.thread.load.sessions and not self.thread.load.slots_used)
 
 
-@pytest.fixture
-async def service(checkpoint: Path) -> AsyncIterator[Service]:
-    service = Service(checkpoint)
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(params=[RoundProgram, AheadProgram], ids=["one by one", "ahead"])
+async def service(request: pytest.FixtureRequest, checkpoint: Path) -> AsyncIterator[Service]:
+    service = Service(checkpoint, request.param)
     await service.start()
     yield service
     await service.stop()
 
 
-async def read(call: grpc.aio.StreamStreamCall) -> target_pb2.VerifyResponse:
-    response = await call.read()
-    assert isinstance(response, target_pb2.VerifyResponse)
-    return response
+class Coordinator:
+    """One stream to a target: what it was given, by (session, epoch)."""
+
+    def __init__(self, service: Service, *, incarnation: int = 7) -> None:
+        self.incarnation = incarnation
+        self.call: Any = service.stub.Verify(timeout=120)
+        self.messages: list[target_pb2.RoundResults] = []
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.finishes: dict[tuple[int, int], int] = {}
+        self.errors: dict[tuple[int, int], common_pb2.SessionError] = {}
+        self.selected: dict[int, list[int]] = {}
+        self.lost: list[tuple[int, int]] = []
+        self._node_ids = 1
+
+    async def send(self, **fields: Any) -> None:
+        await self.call.write(target_pb2.RoundCommands(incarnation=self.incarnation, **fields))
+
+    async def open(
+        self,
+        number: int,
+        spec: SamplingSpec,
+        *,
+        epoch: int = 1,
+        prompt: Sequence[int] = PROMPT,
+        allow: int = WITHOUT_LIMIT,
+        **limits: Any,
+    ) -> None:
+        opening = common_pb2.SessionOpen(
+            session_id=number,
+            epoch=epoch,
+            prompt=tokens_to_bytes(prompt),
+            sampling=spec.to_proto(),
+            limits=common_pb2.SpeculationLimits(**limits),
+        )
+        bounds = target_pb2.SessionBounds(session_ids=[number], epochs=[epoch], allow=[allow])
+        await self.send(opens=[opening], bounds=bounds)
+
+    async def change(self, number: int, place: int, change: Any, *, epoch: int = 1) -> None:
+        changes = target_pb2.PlaceChanges(session_ids=[number], epochs=[epoch], places=[place], changes=[change])
+        await self.send(places=changes)
+
+    async def bound(self, number: int, allow: int, *, alone: bool = False, epoch: int = 1) -> None:
+        bounds = target_pb2.SessionBounds(session_ids=[number], epochs=[epoch], allow=[allow], alone=[alone])
+        await self.send(bounds=bounds)
+
+    async def close(self, number: int, *, epoch: int = 1) -> None:
+        await self.send(close_session_ids=[number], close_epochs=[epoch])
+
+    def growth(
+        self, number: int, tree: tuple[list[int], list[int]], length: int, *, complete: bool = False, **fields: Any
+    ) -> target_pb2.RelayedGrowth:
+        """A tree with node ids of its own."""
+        tokens, parents = tree
+        ids = [0, *range(self._node_ids, self._node_ids + len(tokens))]
+        self._node_ids += len(tokens)
+        columns: dict[str, Any] = {
+            "session_ids": [number],
+            "epochs": [1],
+            "places": [0],
+            "as_of": [length],
+            "node_counts": [len(tokens)],
+            "node_ids": ids[1:],
+            "parents": [ids[parent] for parent in parents],
+            "tokens": tokens,
+            "acceptance": floats_to_bytes([0.9] * len(tokens)),
+            "complete": [complete],
+        }
+        return target_pb2.RelayedGrowth(**columns | fields)
+
+    async def read(self) -> target_pb2.RoundResults:
+        """The next message, taken note of."""
+        async with asyncio.timeout(60):
+            message: Any = await self.call.read()
+        assert isinstance(message, target_pb2.RoundResults), message
+        self.messages.append(message)
+        assert len(set(message.session_ids)) == len(message.session_ids)
+        first = 0
+        for row, key in enumerate(zip(message.session_ids, message.epochs, strict=True)):
+            count = message.token_counts[row]
+            self.tokens.setdefault(key, []).extend(message.tokens[first : first + count])
+            first += count
+            self.selected.setdefault(key[0], []).append(message.selected_counts[row])
+            if message.finishes[row]:
+                self.finishes[key] = message.finishes[row]
+            if message.lost[row]:
+                self.lost.append((key[0], message.lost[row]))
+        assert sum(message.accepted_counts) == len(message.accepted_sources)
+        for error in message.errors:
+            self.errors[error.session_id, error.epoch] = error
+        return message
+
+    async def read_until(self, is_so: Callable[[], object]) -> None:
+        while not is_so():
+            await self.read()
+
+    async def finish(self, *numbers: int, epoch: int = 1) -> None:
+        await self.read_until(lambda: all((number, epoch) in self.finishes for number in numbers))
 
 
-def opening(number: int, *, epoch: int = 1, **sampling: object) -> common_pb2.SessionOpen:
-    spec = SamplingSpec(**{"max_new_tokens": 12} | sampling)  # type: ignore[arg-type]
-    return common_pb2.SessionOpen(
-        session_id=number, epoch=epoch, prompt=tokens_to_bytes(PROMPT), sampling=spec.to_proto()
+@pytest.mark.parametrize("name", ["greedy", *[name for name in SPECS if SPECS[name].logprobs is not None][:1]])
+async def test_tokens_are_those_of_plain_decoding_whatever_growth_does(name, service, reference_model):
+    spec = SPECS.get(name, SamplingSpec(max_new_tokens=24))
+    plain = plain_decode(reference_model, PROMPT, spec)
+    chance, coordinator = random.Random(3), Coordinator(service)
+    await coordinator.open(1, spec)
+    await coordinator.change(1, 0, TAKEN)
+    await coordinator.change(1, 1, TAKEN)
+    late: list[target_pb2.RelayedGrowth] = []
+    while (1, 1) not in coordinator.finishes:
+        done = coordinator.tokens.get((1, 1), [])
+        grown = [
+            coordinator.growth(1, maker(chance, plain.tokens[len(done) :]), len(PROMPT) + len(done), places=[place])
+            for place, maker in enumerate((oracle_tree, random_tree))
+        ]
+        for growth in grown:
+            # Late, lost, twice, or as it should be.
+            fate = chance.randrange(4)
+            if fate == 0:
+                late.append(growth)
+            elif fate > 1:
+                await coordinator.send(growth=growth)
+            if fate == 2:
+                await coordinator.send(growth=growth)
+        if late and chance.random() < 0.5:
+            await coordinator.send(growth=late.pop(0))
+        fate = chance.randrange(6)
+        if fate < 3:
+            await coordinator.change(1, 1, [RESENT, LEFT, TAKEN][fate])
+        await coordinator.read()
+    assert coordinator.tokens[1, 1] == plain.tokens
+    assert not coordinator.errors
+    reports = [message.report for message in coordinator.messages if message.HasField("report")]
+    assert all(report.tokens >= report.sessions > 0 for report in reports)
+    if spec.logprobs is not None:
+        found = np.concatenate(
+            [floats_from_bytes(entry.token_logprobs) for message in coordinator.messages for entry in message.logprobs]
+        )
+        expected = [values[token].item() for values, token in zip(plain.logprobs, plain.tokens, strict=True)]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    await service.until_empty()
+
+
+async def test_nodes_that_are_sent_are_accepted_with_their_sources(service, reference_model):
+    plain = plain_decode(reference_model, PROMPT, SAMPLED).tokens
+    coordinator = Coordinator(service)
+    await coordinator.open(1, SAMPLED, allow=0)
+    growth = coordinator.growth(1, (plain[:4], [0, 1, 2, 3]), len(PROMPT), sources=[1, 2, 3, 2])
+    await coordinator.send(
+        growth=growth, bounds=target_pb2.SessionBounds(session_ids=[1], epochs=[1], allow=[WITHOUT_LIMIT])
     )
+    await coordinator.finish(1)
+    assert coordinator.tokens[1, 1] == plain
+    sources = [bits for message in coordinator.messages for bits in message.accepted_sources]
+    assert sources == [2, 4, 8, 4]
 
 
-def batch(length: int, *numbers: int, tokens: list[int] | None = None) -> target_pb2.TreeBatch:
-    """The same chain of tokens for every session."""
-    tokens = tokens or []
-    return target_pb2.TreeBatch(
-        session_ids=numbers,
-        epochs=[1] * len(numbers),
-        lengths=[length] * len(numbers),
-        node_counts=[len(tokens)] * len(numbers),
-        tokens=tokens * len(numbers),
-        parents=list(range(len(tokens))) * len(numbers),
-    )
-
-
-def request(step: int, trees: target_pb2.TreeBatch | None = None, **fields: object) -> target_pb2.VerifyRequest:
-    return target_pb2.VerifyRequest(incarnation=99, step=step, trees=trees, **fields)  # type: ignore[arg-type]
-
-
-def plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    import torch
-
-    tokens = list(PROMPT)
-    for _ in range(count):
-        with torch.inference_mode():
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(PROMPT) :]
-
-
-async def test_verifies_trees_and_reports_the_step(service: Service, reference_model: PreTrainedModel) -> None:
-    plain = plain_tokens(reference_model, 5)
-    call = service.verify()
-    await call.write(request(1, batch(5, 1, 2), opens=[opening(1), opening(2, logprobs=2)]))
-    first = await read(call)
-    assert (first.step, list(first.session_ids), list(first.epochs)) == (1, [1, 2], [1, 1])
-    assert list(first.outcomes) == [target_pb2.OUTCOME_ACCEPTED] * 2
-    assert (list(first.accepted_counts), list(first.token_counts)) == ([0, 0], [1, 1])
-    assert list(first.tokens) == plain[:1] * 2
-    assert [entry.row for entry in first.logprobs] == [1]
-    assert floats_from_bytes(first.logprobs[0].top_logprobs)[0] == floats_from_bytes(first.logprobs[0].token_logprobs)
-    assert first.logprobs[0].top_token_ids[0] == plain[0]
-    assert (first.report.tokens, first.report.sessions) == (10, 2)
-    assert first.report.step_ns > first.report.forward_ns > 0
-    # Both have the same prompt of 5 tokens: its KV is held once.
-    assert (first.load.sessions, first.load.slots_used, first.load.slots_total, first.load.steps) == (2, 5, 256, 1)
-    wrong = (plain[3] + 1) % 61
-    await call.write(request(2, batch(6, 1, 2, tokens=[plain[1], plain[2], wrong])))
-    second = await read(call)
-    assert (list(second.accepted_counts), list(second.accepted_nodes)) == ([2, 2], [1, 2, 1, 2])
-    assert list(second.tokens) == plain[1:4] * 2
-    assert len(floats_from_bytes(second.logprobs[0].token_logprobs)) == 3
-    await call.done_writing()
-    assert await call.code() is grpc.StatusCode.OK
+async def test_streams_of_two_coordinators_share_rounds_and_the_end_of_one_frees_its_sessions(service, reference_model):
+    one, other = Coordinator(service), Coordinator(service, incarnation=8)
+    endless = SamplingSpec(max_new_tokens=80)
+    for number in (1, 2):
+        await one.open(number, endless, allow=len(PROMPT) + 3)
+    await other.open(1, endless, allow=len(PROMPT) + 3)
+    await one.read_until(lambda: all(len(one.tokens.get((number, 1), [])) == 3 for number in (1, 2)))
+    await other.read_until(lambda: len(other.tokens.get((1, 1), [])) == 3)
+    one.call.cancel()
+    await until(lambda: service.thread.load.sessions == 1)
+    await other.bound(1, WITHOUT_LIMIT)
+    await other.finish(1)
+    assert other.tokens[1, 1] == plain_decode(reference_model, PROMPT, endless).tokens
+    await service.until_empty()
+    # The writer's end is the stream's, too.
+    third = Coordinator(service)
+    await third.open(5, endless, allow=0)
+    await until(lambda: service.thread.load.sessions == 1)
+    await third.call.done_writing()
+    assert await third.call.code() is grpc.StatusCode.OK
     await service.until_empty()
 
 
-async def test_a_duplicate_step_is_ignored_and_counted(service: Service) -> None:
-    call = service.verify()
-    message = request(3, batch(5, 1), opens=[opening(1)])
-    for _ in range(2):
-        await call.write(message)
-    await call.write(request(2, batch(6, 1)))
-    await call.write(request(4, batch(6, 1)))
-    assert [(await read(call)).step for _ in range(2)] == [3, 4]
-    assert service.servicer.duplicates == 2
-    call.cancel()
+async def test_a_session_is_opened_anew_and_older_opens_are_refused(service, reference_model):
+    plain = plain_decode(reference_model, PROMPT, SAMPLED).tokens
+    coordinator = Coordinator(service)
+    await coordinator.open(1, SAMPLED, allow=len(PROMPT) + 5)
+    await coordinator.read_until(lambda: len(coordinator.tokens.get((1, 1), [])) == 5)
+    await coordinator.open(1, SAMPLED, epoch=3)
+    await coordinator.open(1, SAMPLED, epoch=2)
+    # Of an epoch that is over: without effect.
+    await coordinator.close(1, epoch=2)
+    await coordinator.bound(1, 0, epoch=1)
+    await coordinator.finish(1, epoch=3)
+    assert coordinator.tokens[1, 3] == plain
+    await coordinator.read_until(lambda: coordinator.errors)
+    assert {key: error.code for key, error in coordinator.errors.items()} == {(1, 2): Code.FAILED_PRECONDITION}
+    await coordinator.open(2, SamplingSpec(max_new_tokens=80))
+    await coordinator.read_until(lambda: coordinator.tokens.get((2, 1)))
+    await coordinator.close(2)
     await service.until_empty()
 
 
-async def test_messages_without_a_step_open_and_close_and_are_not_answered(service: Service) -> None:
-    call = service.verify()
-    await call.write(request(0, opens=[opening(1), opening(2)]))
-    await call.write(request(1, batch(5, 1)))
-    assert list((await read(call)).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
-    await call.write(request(0, close_session_ids=[1, 2], close_epochs=[1, 1]))
-    await service.until_empty()
-    await call.write(request(2, batch(6, 1)))
-    late = await read(call)
-    assert list(late.outcomes) == [target_pb2.OUTCOME_ERROR]
-    assert late.errors[0].code == grpc.StatusCode.NOT_FOUND.value[0]
-    call.cancel()
+BAD = {
+    "token": {"tokens": [61]},
+    "acceptance": {"acceptance": floats_to_bytes([1.5])},
+    "nan": {"acceptance": floats_to_bytes([float("nan")])},
+    "node_ids": {"node_ids": [0]},
+    "places": {"places": [4]},
+    "as_of": {"as_of": [0]},
+    "distributions": {
+        "distributions": common_pb2.DraftDistributions(
+            counts=[1], token_ids=tokens_to_bytes([3]), weights=tokens_to_bytes([5])
+        )
+    },
+}
 
 
-async def test_errors_of_one_session_leave_others_and_the_stream_alone(service: Service) -> None:
-    call = service.verify()
-    bad_prompt = opening(2)
-    bad_prompt.prompt = b"abc"
-    bad_token = opening(3)
-    bad_token.prompt = struct.pack("<2I", 4, 4_000_000_000)
-    await call.write(request(1, batch(5, 1, 2, 3, 4), opens=[opening(1), bad_prompt, bad_token]))
-    response = await read(call)
-    assert list(response.outcomes) == [target_pb2.OUTCOME_ACCEPTED] + [target_pb2.OUTCOME_ERROR] * 3
-    messages = {error.session_id: error.message for error in response.errors}
-    assert "token ids from 0 to 60" in messages[3]
-    assert "open it again" in messages[4]
-    assert "prompt, output" in messages[2]
-    await call.write(request(2, batch(6, 1)))
-    assert list((await read(call)).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
-    call.cancel()
-
-
-async def test_every_rule_over_the_wire_its_faults_in_band(service: Service) -> None:
-    """Seven is all that may be chosen, so it is accepted wherever the tree is one that the rule takes."""
-    call = service.verify()
-    rules = [VerificationRule.REJECTION] * 2 + [VerificationRule.TARGET_ONLY] * 2
-    opens = [
-        opening(number, temperature=1.0, allowed_token_ids=(7,), verification=rule)
-        for number, rule in enumerate(rules, start=1)
-    ]
-    trees = target_pb2.TreeBatch(
-        session_ids=[1, 2, 3, 4],
-        epochs=[1] * 4,
-        lengths=[5] * 4,
-        node_counts=[2, 1, 2, 2],
-        tokens=[7, 7, 7, 7, 7, 3, 7],
-        parents=[0, 1, 0, 0, 0, 0, 0],
-    )
-    q = DraftDistribution.quantised([3, 7], [0.75, 0.25])
-    distributions = pack_distributions([q, q, *[None] * 5])
-    assert distributions is not None
-    trees.distributions.CopyFrom(distributions)
-    await call.write(request(1, trees, opens=opens))
-    response = await read(call)
-    accepted, error = target_pb2.OUTCOME_ACCEPTED, target_pb2.OUTCOME_ERROR
-    assert list(response.outcomes) == [accepted, error, error, accepted]
-    assert list(response.tokens) == [7] * 5
-    assert list(response.accepted_counts) == [2, 0, 0, 1]
-    assert list(response.accepted_nodes) == [1, 2, 2]
-    messages = {error.session_id: error.message for error in response.errors}
-    assert "node 1 has none" in messages[2]
-    assert "distinct" in messages[3]
-    trees.distributions.counts.pop()
-    await call.write(request(2, trees))
-    with pytest.raises(grpc.aio.AioRpcError, match=r"distributions\.counts: 6 entries given, 7 needed"):
-        await read(call)
-
-
-async def test_columns_that_do_not_fit_end_the_stream_with_their_names(service: Service) -> None:
-    call = service.verify()
-    trees = batch(5, 1, tokens=[1, 2])
-    trees.parents.pop()
-    await call.write(request(1, trees, opens=[opening(1)]))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read(call)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "trees.parents: 1 entries given, 2 needed" in (caught.value.details() or "")
-
-
-async def test_the_end_of_a_stream_closes_its_sessions_only(service: Service) -> None:
-    lost, kept = service.verify(), service.verify()
-    await lost.write(request(1, batch(5, 1, 2), opens=[opening(1), opening(2)]))
-    await read(lost)
-    # The coordinator dials anew and reopens session 2 before the old stream's end is noticed.
-    await kept.write(request(1, opens=[opening(2, epoch=2)], trees=target_pb2.TreeBatch()))
-    await read(kept)
-    lost.cancel()
-    async with asyncio.timeout(30):
-        while service.steps.load.sessions != 1:
-            await asyncio.sleep(0.01)
-    trees = batch(5, 2)
-    trees.epochs[0] = 2
-    await kept.write(request(2, trees))
-    assert list((await read(kept)).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
-    kept.cancel()
+@pytest.mark.parametrize("name", BAD)
+async def test_a_bad_part_of_a_message_ends_its_session_alone(name, service, reference_model):
+    coordinator = Coordinator(service)
+    for number in (1, 2):
+        await coordinator.open(number, SAMPLED, allow=0)
+    await coordinator.send(growth=coordinator.growth(1, ([3], [0]), len(PROMPT), **BAD[name]))
+    await coordinator.read_until(lambda: coordinator.errors)
+    (error,) = coordinator.errors.values()
+    assert (error.session_id, error.code) == (1, Code.INVALID_ARGUMENT)
+    assert "growth." in error.message
+    await coordinator.bound(2, WITHOUT_LIMIT)
+    await coordinator.finish(2)
+    assert coordinator.tokens[2, 1] == plain_decode(reference_model, PROMPT, SAMPLED).tokens
     await service.until_empty()
 
 
-async def test_many_coordinators_at_once(service: Service, reference_model: PreTrainedModel) -> None:
-    plain = plain_tokens(reference_model, 6)
+async def test_opens_that_cannot_be_are_told(service):
+    coordinator = Coordinator(service)
+    await coordinator.open(1, SAMPLED, prompt=[61])
+    await coordinator.open(2, SAMPLED, mode=9)
+    await coordinator.open(3, SamplingSpec(min_new_tokens=2**32 - 1))
+    await coordinator.send(opens=[common_pb2.SessionOpen(session_id=4, epoch=1, prompt=b"abc")])
+    await coordinator.change(5, 0, 0)
+    await coordinator.bound(6, 2**31)
+    await coordinator.read_until(lambda: len(coordinator.errors) == 6)
+    assert {error.code for error in coordinator.errors.values()} == {Code.INVALID_ARGUMENT}
 
-    async def coordinator(incarnation: int) -> list[int]:
-        call, tokens = service.verify(), []
-        for step in range(1, 7):
-            message = request(step, batch(5 + len(tokens), 1), opens=[opening(1)] if step == 1 else [])
-            message.incarnation = incarnation
-            await call.write(message)
-            tokens += (await read(call)).tokens
+
+async def test_columns_of_different_lengths_end_the_stream(service):
+    coordinator = Coordinator(service)
+    await coordinator.open(1, SAMPLED, allow=0)
+    await coordinator.send(growth=coordinator.growth(1, ([3, 4], [0, 1]), len(PROMPT), tokens=[3]))
+    assert await coordinator.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "growth.tokens: 1 entries given, 2 needed" in await coordinator.call.details()
+    await service.until_empty()
+
+
+async def test_sync_trees_give_the_same_tokens_one_round_each(service, reference_model):
+    plain = plain_decode(reference_model, PROMPT, SAMPLED).tokens
+    coordinator, chance = Coordinator(service), random.Random(2)
+    await coordinator.open(1, SAMPLED, mode=2, max_nodes=8, sync_wait_ms=10**9)
+    await coordinator.change(1, 0, TAKEN)
+    nodes: list[int] = []
+    while (1, 1) not in coordinator.finishes:
+        done = len(coordinator.tokens.get((1, 1), []))
+        tree = oracle_tree(chance, plain[done:][:2])
+        whole = coordinator.growth(1, tree, len(PROMPT) + done, complete=True)
+        nodes.append(min(len(tree[0]), 2 * (len(plain) - done - 1)))
+        await coordinator.send(growth=whole)
+        await coordinator.read()
+    assert coordinator.tokens[1, 1] == plain
+    assert coordinator.selected[1] == nodes
+
+
+async def test_alone_and_without_speculation_the_tokens_are_the_same(service, reference_model):
+    coordinator = Coordinator(service)
+    specs = {number: SamplingSpec(temperature=1.0, seed=number, max_new_tokens=16) for number in range(1, 5)}
+    for number, spec in specs.items():
+        await coordinator.open(number, spec, mode=3 if number == 4 else 1)
+    for number in (1, 2):
+        await coordinator.bound(number, WITHOUT_LIMIT, alone=True)
+    await coordinator.send(growth=coordinator.growth(4, ([1, 2], [0, 0]), len(PROMPT)))
+    await coordinator.finish(*specs)
+    for number, spec in specs.items():
+        assert coordinator.tokens[number, 1] == plain_decode(reference_model, PROMPT, spec).tokens
+    assert not any(coordinator.selected[4])
+    await service.until_empty()
+
+
+class Unread:
+    """The server's end of a call whose client does not read until it is told to."""
+
+    def __init__(self) -> None:
+        self.may_write = asyncio.Event()
+        self.written: list[target_pb2.RoundResults] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def write(self, message: target_pb2.RoundResults) -> None:
+        await self.may_write.wait()
+        self.written.append(message)
+
+
+async def test_sessions_of_a_stream_that_is_not_read_rest_until_it_is(service, reference_model):
+    spec = SamplingSpec(max_new_tokens=60)
+    opening = common_pb2.SessionOpen(session_id=1, epoch=1, prompt=tokens_to_bytes(PROMPT), sampling=spec.to_proto())
+    may_end = asyncio.Event()
+
+    async def commands() -> AsyncIterator[target_pb2.RoundCommands]:
+        yield target_pb2.RoundCommands(incarnation=9, opens=[opening])
+        await may_end.wait()
+
+    context: Any = Unread()
+    call = asyncio.create_task(service.servicer.Verify(commands(), context))
+    other = Coordinator(service)
+    await until(lambda: service.thread.holds)
+    await other.open(1, spec)
+    await other.finish(1)
+    await until(lambda: not service.thread.watch.age_s)
+    # It has not ended, though another that began later has.
+    assert (service.thread.load.sessions, context.written) == (1, [])
+    context.may_write.set()
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+
+    def tokens() -> list[int]:
+        return [token for message in context.written for token in message.tokens]
+
+    await until(lambda: len(tokens()) == len(plain))
+    assert tokens() == plain == other.tokens[1, 1]
+    may_end.set()
+    await call
+    await service.until_empty()
+
+
+async def test_weights_are_replaced_between_sessions(service, checkpoint, tmp_path, reference_model):
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.flip(0).contiguous() if tensor.dim() == 2 else tensor * 1.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    spec = SamplingSpec(max_new_tokens=12)
+    coordinator = Coordinator(service)
+    before = service.reloader.running.version
+    await coordinator.open(1, spec, allow=0)
+    found = await service.stub.Reload(target_pb2.ReloadRequest(path=str(other)), timeout=60)
+    swap = common_pb2.Weights(version=found.found.version, reloads=1)
+    done = await service.stub.Reload(target_pb2.ReloadRequest(path=str(other), swap=swap), timeout=60)
+    assert done.running.version == found.found.version != before
+    await coordinator.read_until(lambda: (1, 1) in coordinator.errors)
+    assert coordinator.errors[1, 1].code == Code.ABORTED
+    opening = {"prompt": tokens_to_bytes(PROMPT), "sampling": spec.to_proto(), "epoch": 1}
+    await coordinator.send(opens=[common_pb2.SessionOpen(session_id=2, weights=before, **opening)])
+    await coordinator.read_until(lambda: (2, 1) in coordinator.errors)
+    await coordinator.open(3, spec)
+    await coordinator.finish(3)
+    assert coordinator.errors[2, 1].code == Code.ABORTED
+    assert coordinator.tokens[3, 1] != plain_decode(reference_model, PROMPT, spec).tokens
+
+
+async def test_fuzzed_messages_leave_the_server_serving(service, reference_model):
+    chance = random.Random(11)
+
+    def number(*usual: int) -> int:
+        return chance.choice([*usual, *usual, *usual, 0, 1, 2**31 - 1, 2**31, 2**32 - 1])
+
+    def numbers(count: int, *usual: int) -> list[int]:
+        return [number(*usual) for _ in range(count if chance.random() < 0.97 else count + 1)]
+
+    def opening() -> common_pb2.SessionOpen:
+        state = SamplingSpec(max_new_tokens=number(5, 9), min_new_tokens=number(0, 3)).to_proto()
+        state.temperature = chance.choice([0.0, 1.0, 1.0, -1.0, float("nan"), float("inf")])
+        state.top_p = chance.choice([1.0, 0.9, 0.0, 7.0])
+        state.top_k = number(0, 5)
+        state.seed = chance.getrandbits(64)
+        rule: Any = chance.randrange(6)
+        state.verification = rule
+        state.choice_index = number(0)
+        if chance.random() < 0.3:
+            state.logprobs = number(0, 3)
+        if chance.random() < 0.3:
+            state.stop_token_ids.extend(numbers(3, 5, 60))
+        if chance.random() < 0.2:
+            state.grammar, bad = chance.choice([("nonsense", 60), ("", 60), ('start: "a"', 61)])
+            state.grammar_end_ids.append(bad)
+        mode: Any = chance.randrange(5)
+        return common_pb2.SessionOpen(
+            session_id=number(1, 2, 3, 4),
+            epoch=number(1, 2),
+            prompt=chance.choice([tokens_to_bytes(PROMPT), tokens_to_bytes([1, 61]), b"", b"abc"]),
+            output=chance.choice([b"", b"", tokens_to_bytes([4]), b"z"]),
+            sampling=state,
+            limits=common_pb2.SpeculationLimits(mode=mode, sync_wait_ms=chance.choice([0, 1, 5])),
+        )
+
+    def message() -> target_pb2.RoundCommands:
+        built = target_pb2.RoundCommands(incarnation=chance.choice([7, 7, 0]))
+        if chance.random() < 0.4:
+            built.opens.append(opening())
+        some = chance.randrange(3)
+        ids, epochs = numbers(some, 1, 2, 3, 4), numbers(some, 1, 2)
+        changes: Any = [chance.choice([1, 1, 2, 3, 3, 9]) for _ in range(some)]
+        if chance.random() < 0.4:
+            built.places.CopyFrom(
+                target_pb2.PlaceChanges(session_ids=ids, epochs=epochs, places=numbers(some, 0, 1, 2), changes=changes)
+            )
+        if chance.random() < 0.6:
+            counts = [chance.choice([0, 1, 3]) for _ in range(some)]
+            nodes = sum(counts)
+            acceptance = [chance.choice([0.0, 0.5, 1.0, 1.0, -0.0, 2.0, float("nan")]) for _ in range(nodes)]
+            sources: Any = [chance.randrange(10) for _ in range(nodes)]
+            built.growth.CopyFrom(
+                target_pb2.RelayedGrowth(
+                    session_ids=ids,
+                    epochs=epochs,
+                    places=numbers(some, 0, 1, 3),
+                    as_of=numbers(some, 7, 8, 9),
+                    node_counts=counts,
+                    node_ids=numbers(nodes, 1, 2, 3, 4, 5),
+                    parents=numbers(nodes, 0, 1, 2),
+                    tokens=numbers(nodes, 5, 12, 34),
+                    acceptance=floats_to_bytes(acceptance),
+                    sources=sources,
+                )
+            )
+        if chance.random() < 0.3:
+            alone = [chance.random() < 0.3 for _ in range(some)]
+            built.bounds.CopyFrom(
+                target_pb2.SessionBounds(session_ids=ids, epochs=epochs, allow=numbers(some, 0, 9, 100), alone=alone)
+            )
+        if chance.random() < 0.2:
+            built.close_session_ids.extend(numbers(1, 1, 2, 3))
+            built.close_epochs.append(number(1, 2))
+        return built
+
+    async def drink(call: Any) -> None:
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            # The other is the client's own: it wrote to a call that had just been ended.
+            ours = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert ours or "SendMessageOperation" in (error.debug_error_string() or ""), error
+
+    call, drinks = None, list[asyncio.Task[None]]()
+    for _ in range(500):
+        if call is None or call.done():
+            call = service.stub.Verify(timeout=120)
+            drinks.append(asyncio.create_task(drink(call)))
+        try:
+            await call.write(message())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            call = None
+    if call is not None:
         await call.done_writing()
-        assert await call.code() is grpc.StatusCode.OK
-        return tokens
-
-    assert await asyncio.gather(*(coordinator(number) for number in range(4))) == [plain] * 4
+    await asyncio.gather(*drinks)
+    assert len(drinks) > 1
+    assert not service.thread.stopped.done()
     await service.until_empty()
+    coordinator = Coordinator(service)
+    await coordinator.open(1, SAMPLED)
+    await coordinator.finish(1)
+    assert coordinator.tokens[1, 1] == plain_decode(reference_model, PROMPT, SAMPLED).tokens

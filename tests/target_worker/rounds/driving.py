@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.target_worker.verifying import PROMPT, Tree
-
 from outrider.draft_distribution import DraftDistribution
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.verification.walk import Finish
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.buckets import Bucket, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
@@ -24,6 +22,33 @@ from outrider.target_worker.step_cost import PrefillAllowance, StepCost
 
 # Of the models: the fixture `device` sets it.
 DEVICE = "cpu"
+
+PROMPT = [5, 9, 33, 2, 17, 40, 8]
+TARGET_ONLY = SamplingSpec(temperature=1.0, verification=VerificationRule.TARGET_ONLY)
+# Every way to choose a token that is decided by the prompt and the parameters alone.
+SPECS = {
+    "greedy": SamplingSpec(max_new_tokens=24),
+    "coupled": SamplingSpec(temperature=1.0, seed=2**63 + 11, max_new_tokens=24),
+    "coupled-filters": SamplingSpec(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=5, choice_index=2, max_new_tokens=24
+    ),
+    "penalties": SamplingSpec(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7, max_new_tokens=24),
+    "penalties-coupled": SamplingSpec(
+        temperature=1.0, seed=3, repetition_penalty=0.8, frequency_penalty=-0.5, max_new_tokens=24
+    ),
+    "bias": SamplingSpec(logit_bias={3: 2.5, 40: -100.0, 11: 2.0}, temperature=0.7, seed=9, max_new_tokens=24),
+    "allowed": SamplingSpec(allowed_token_ids=(4, 8, 15, 16, 23, 42), temperature=1.0, seed=1, max_new_tokens=24),
+    "stop": SamplingSpec(temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 9)), max_new_tokens=40),
+    "min-new": SamplingSpec(
+        temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 3)), min_new_tokens=9, max_new_tokens=40
+    ),
+    "short": SamplingSpec(max_new_tokens=3),
+    "logprobs": SamplingSpec(temperature=1.0, seed=8, logprobs=4, repetition_penalty=1.5, max_new_tokens=16),
+}
+
+Tree = tuple[list[int], list[int]]
+"""Tokens, and for each the number of its parent: 0 is the root, 1 the first node."""
+NO_TREE: Tree = ([], [])
 
 
 class FixedTimes(RoundTimes):
@@ -45,6 +70,41 @@ class FixedTimes(RoundTimes):
 _ROUNDS: dict[str, Any] = {"max_step_rows": 64, "max_session_rows": 16, "max_prefill_tokens": 64, "capacity": 64}
 
 TreeMaker = Callable[[random.Random, Sequence[int]], Tree]
+"""Makes a tree of the output that is expected next."""
+
+
+def random_tree(rng: random.Random, expected: Sequence[int]) -> Tree:
+    """Nodes anywhere, half of them with the token that plain decoding has at that depth."""
+    tokens, parents, depths = [], [], [0]
+    for number in range(rng.randint(0, 12)):
+        parent = rng.randint(0, number)
+        depth = depths[parent] + 1
+        depths.append(depth)
+        right = expected[depth - 1] if depth <= len(expected) else rng.randrange(61)
+        tokens.append(right if rng.random() < 0.5 else rng.randrange(61))
+        parents.append(parent)
+    return tokens, parents
+
+
+def oracle_tree(rng: random.Random, expected: Sequence[int]) -> Tree:
+    """The continuation itself, a wrong sibling before each right node, beyond the end of the output as well."""
+    tokens, parents, last = [], [], 0
+    for token in [*expected[:6], 1, 2]:
+        tokens += [(token + 1) % 61, token]
+        parents += [last, last]
+        last = len(tokens)
+    return tokens, parents
+
+
+def adversarial_tree(rng: random.Random, expected: Sequence[int]) -> Tree:
+    """The right first token twice, one of them under the wrong parent, and a right chain below a wrong node."""
+    right = [*expected[:3], 4, 4, 4]
+    wrong = (right[0] + 1) % 61
+    return [wrong, right[0], right[1], right[0], right[1], wrong, right[2]], [0, 1, 1, 0, 4, 4, 5]
+
+
+def no_tree(_rng: random.Random, _expected: Sequence[int]) -> Tree:
+    return NO_TREE
 
 
 def make_loop(checkpoint: Path, **overrides: Any) -> RoundLoop:

@@ -5,8 +5,16 @@ import random
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
-from tests.target_worker.rounds.driving import Driver, FixedTimes, config_of, make_runner
-from tests.target_worker.verifying import PROMPT, no_tree, oracle_tree, random_tree
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    Driver,
+    FixedTimes,
+    config_of,
+    make_runner,
+    no_tree,
+    oracle_tree,
+    random_tree,
+)
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop

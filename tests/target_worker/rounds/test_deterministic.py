@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.target_worker.rounds.driving import Decoded, Driver, TreeMaker, make_loop
-from tests.target_worker.verifying import adversarial_tree, no_tree, oracle_tree, random_tree
+from tests.target_worker.rounds.driving import (
+    Decoded,
+    Driver,
+    TreeMaker,
+    adversarial_tree,
+    make_loop,
+    no_tree,
+    oracle_tree,
+    random_tree,
+)
 from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.models import embedded_target_path

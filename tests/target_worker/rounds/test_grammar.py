@@ -1,47 +1,141 @@
 """Outputs that have to match a grammar, in rounds: any tree gives plain decoding over the same masked logits."""
 
+import functools
+import itertools
 import random
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.target_worker.rounds.driving import Decoded, Driver, make_loop, most_rounds
-from tests.target_worker.test_grammar import (
-    BLIND,
-    END,
-    GRAMMAR,
-    PIECES,
-    SPECS,
-    WORDS,
+import torch
+from tests.target_worker.plain_decoding import choice
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    Decoded,
+    Driver,
     Tree,
-    chain,
-    distinct,
-    folder,
+    make_loop,
+    most_rounds,
     no_tree,
-    plain_decode,
-    random_tree,
+    open_request,
 )
-from tests.target_worker.verifying import PROMPT
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel
 
+from outrider.draft_distribution import DraftDistribution
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions import Code
+from outrider.target_worker.sessions import Code, SessionFault
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
 pytestmark = pytest.mark.usefixtures("device")
-__all__ = ["folder"]
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345"
+# (ab|cd|e){3,6}x as its words; ab and cd are tokens of their own, too.
+PIECES = [*LETTERS, "ab", "cd"]
+END = 60
+WORDS = {"".join(parts) + "x" for count in range(3, 7) for parts in itertools.product(["ab", "cd", "e"], repeat=count)}
+GRAMMAR: dict[str, Any] = {"grammar": "start: /(ab|cd|e){3,6}x/", "grammar_end_ids": (END,), "stop_token_ids": (END,)}
+
+SPECS = {
+    "greedy": SamplingSpec(max_new_tokens=24, **GRAMMAR),
+    "coupled": SamplingSpec(temperature=1.5, seed=2**63 + 11, max_new_tokens=24, **GRAMMAR),
+    "filters": SamplingSpec(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_new_tokens=24, **GRAMMAR),
+    "penalties": SamplingSpec(temperature=1.0, seed=6, repetition_penalty=1.4, max_new_tokens=24, **GRAMMAR),
+    "cut": SamplingSpec(temperature=1.5, seed=9, max_new_tokens=3, **GRAMMAR),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a tokenizer of its 61 tokens."""
+    made = tmp_path_factory.mktemp("with-tokenizer") / "model"
+    shutil.copytree(checkpoint, made)
+    vocab = {piece: number for number, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("c", "d")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    assert tokenizer.token_to_id("<end>") == END
+    tokenizer.save(str(made / "tokenizer.json"))
+    return made
 
 
 @pytest.fixture(scope="module")
 def loop(device, folder) -> RoundLoop:
     return make_loop(folder)
+
+
+def allowed_after(tokens: Sequence[int]) -> list[int]:
+    return _allowed("".join(PIECES[token] for token in tokens))
+
+
+@functools.cache
+def _allowed(text: str) -> list[int]:
+    found = [token for token, piece in enumerate(PIECES) if any(word.startswith(text + piece) for word in WORDS)]
+    return found + ([END] if text in WORDS else [])
+
+
+@torch.inference_mode()
+def plain_decode(model: PreTrainedModel, spec: SamplingSpec) -> list[int]:
+    """One token at a time through transformers, the grammar's mask by enumeration."""
+    output: list[int] = []
+    while len(output) < spec.max_new_tokens and END not in output:
+        tokens = [*PROMPT, *output]
+        logits = model(torch.tensor([tokens])).logits[0, -1].float()
+        for token in set(tokens):
+            penalty = spec.repetition_penalty
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        banned = torch.ones(len(logits), dtype=torch.bool)
+        banned[allowed_after(output)] = False
+        logits[banned] = -torch.inf
+        output.append(choice(logits, len(tokens), spec))
+    return output
+
+
+def random_tree(rng: random.Random, expected: Sequence[int]) -> Tree:
+    """Nodes anywhere, half of them right; the others break the grammar, or end it too early."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths = [0]
+    for number in range(rng.randint(0, 12)):
+        parents.append(rng.randint(0, number))
+        depths.append(depths[parents[-1]] + 1)
+        is_right = depths[-1] <= len(expected) and rng.random() < 0.5
+        tokens.append(expected[depths[-1] - 1] if is_right else rng.choice([*allowed_after([]), END, 30, 31]))
+    return tokens, parents
+
+
+def chain(_rng: random.Random, expected: Sequence[int]) -> Tree:
+    """The continuation itself, and more after its end."""
+    tokens = [*expected[:6], 1, END]
+    return tokens, list(range(len(tokens)))
+
+
+def distinct(tree: Tree) -> Tree:
+    """Without siblings that hold the same token, and what is below them."""
+    places, seen, tokens, parents = {0: 0}, set(), [], []
+    for number, (token, parent) in enumerate(zip(*tree, strict=True), start=1):
+        if parent in places and (parent, token) not in seen:
+            seen.add((parent, token))
+            tokens.append(token)
+            parents.append(places[parent])
+            places[number] = len(tokens)
+    return tokens, parents
+
+
+# What a draft that knows nothing of the grammar draws from.
+BLIND = DraftDistribution.quantised(np.array([0, 4, 30, 58, 59, END]), np.full(6, 1 / 6, dtype=np.float32))
 
 
 def decode(loop: RoundLoop, spec: SamplingSpec, expected: Sequence[int], make_tree: Any, **opened: Any) -> Decoded:
@@ -78,11 +172,13 @@ def test_a_tree_that_is_not_followed_to_its_end_gives_plain_decoding(loop, refer
         return found
 
     monkeypatch.setattr(SessionGrammar, "masks", masks)
-    for spec in (SPECS["greedy"], SPECS["coupled"]):
+    for spec in (SPECS["greedy"], SPECS["coupled"], replace(SPECS["coupled"], logprobs=2)):
         plain = plain_decode(reference_model, spec)
         for make_tree in (random_tree, chain):
             decoded = decode(loop, spec, plain, make_tree)
             assert decoded.tokens == plain
+            counts = [len(result.logprobs.token_logprobs) for result in decoded.results if result.logprobs is not None]
+            assert sum(counts) == (len(plain) if spec.logprobs else 0)
             assert make_tree is not chain or len(decoded.results) <= most_rounds(len(plain), each=3)
 
 
@@ -162,4 +258,23 @@ def test_a_model_without_a_tokenizer(checkpoint):
     fault = decoded.results[-1].fault
     assert fault is not None
     assert "tokenizer.json" in fault.message
+    assert loop.session_count == 0
+
+
+def test_log_probabilities_are_those_without_a_grammar(loop, reference_model):
+    spec = replace(SPECS["coupled"], logprobs=2)
+    plain = plain_decode(reference_model, spec)
+    found = [result.logprobs for result in decode(loop, spec, plain, chain).results]
+    with torch.inference_mode():
+        logits = reference_model(torch.tensor([[*PROMPT, *plain]])).logits[0, len(PROMPT) - 1 : -1].float()
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(plain)[:, None])[:, 0]
+    got = np.concatenate([logprobs.token_logprobs for logprobs in found if logprobs is not None])
+    np.testing.assert_allclose(got, wanted.numpy(), atol=1e-4)
+    tops = np.concatenate([logprobs.top_token_ids for logprobs in found if logprobs is not None])
+    assert any(token not in allowed_after([]) for token in tops[:, 0].tolist())
+
+
+def test_a_grammar_without_an_end_is_refused(loop):
+    with pytest.raises(SessionFault, match="grammar_end_ids: empty"):
+        loop.open(open_request(1, replace(SPECS["greedy"], grammar_end_ids=())))
     assert loop.session_count == 0

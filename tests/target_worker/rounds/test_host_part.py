@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tests.target_worker.rounds.rule_references import reference_path
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import Masks, SessionGrammar
@@ -26,7 +27,6 @@ from outrider.kernels.pool.select import Selection, select
 from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
 from outrider.kernels.verification.walk import UNDECIDED, Finish, WalkRules, Walks, walk
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.node_rows import NodeRows
 from outrider.target_worker.rounds.host_part import (
     DETACHED,
     HostRows,
@@ -36,8 +36,6 @@ from outrider.target_worker.rounds.host_part import (
     judge,
     needs_host,
 )
-from outrider.target_worker.rules import verify
-from outrider.target_worker.sessions import Session
 
 V = 6
 MAX_LEN, MOST_NODES = 48, 15
@@ -223,22 +221,17 @@ class Round:
         return self.walk(*self.judge(rows, logits, **options))
 
 
-def present(sessions: Sequence[FakeSession], logits: torch.Tensor) -> list[tuple[list[int], list[int], Finish]]:
-    """The outcome of the same round, by the present verifier."""
-    trees = [
-        NodeRows.of(
-            Session(
-                key=(0, 0), epoch=1, order=0, row=0, tokens=[1] * session.length, prompt_len=1,
-                sampling=session.sampling, limit=MAX_LEN,
-            ),
-            session.tokens,
-            session.parents,
-            session.q,
+def expected(sessions: Sequence[FakeSession], logits: torch.Tensor) -> list[tuple[list[int], list[int], Finish]]:
+    """The outcome of the same round by the plain rules, its rows those of one session after the other."""
+    outcomes, first = [], 0
+    for session in sessions:
+        behind = first + len(session.tokens) + 1
+        nodes, tokens = reference_path(
+            session.sampling, session.length, session.tokens, session.parents, session.q, logits[first:behind]
         )
-        for session in sessions
-    ]  # fmt: skip
-    walks = verify(logits.clone(), trees)
-    return [(list(walk.nodes), list(walk.tokens), Finish.NONE) for walk in walks]
+        outcomes.append((nodes, tokens, Finish.NONE))
+        first = behind
+    return outcomes
 
 
 def test_rows_of_sessions_that_need_the_host_come_back() -> None:
@@ -286,15 +279,14 @@ def test_rows_of_a_selection_are_numbered_within_it() -> None:
 
 
 @pytest.mark.parametrize("most", [{}, {"most_probabilities": 1}, {"most_probabilities": 20 * V}])
-def test_paths_are_those_of_the_present_verifier(most: dict[str, int]) -> None:
-    """Held against version 1's `rules.verify`, for as long as it exists."""
+def test_paths_are_those_of_the_plain_rules(most: dict[str, int]) -> None:
     accepted = dict.fromkeys(VerificationRule, 0)
     for seed in range(3):
         sessions = random_sessions(seed, 90)
         step = Round(sessions)
         logits = step.logits(seed)
         outcome = step.outcome(logits.clone(), **most)
-        assert outcome == present(sessions, logits)
+        assert outcome == expected(sessions, logits)
         for session, (nodes, _, _) in zip(sessions, outcome, strict=True):
             accepted[session.sampling.rule] += len(nodes)
     assert all(accepted[rule] > 20 for rule in (VerificationRule.COUPLED, *JUDGED)), accepted
@@ -307,7 +299,7 @@ def test_rows_off_the_judged_paths_stay_undecided() -> None:
     before = step.choose(logits)
     choices, decided = step.judge(step.host_rows(), logits)
     on_path, ends = set(), set()
-    for number, (session, (nodes, _, _)) in enumerate(zip(sessions, present(sessions, logits), strict=True)):
+    for number, (session, (nodes, _, _)) in enumerate(zip(sessions, expected(sessions, logits), strict=True)):
         if session.sampling.rule in JUDGED:
             path = [step.first[number] + node for node in (0, *nodes)]
             assert decided[path].tolist() == [*path[1:], -1]
@@ -324,7 +316,7 @@ def test_rows_off_the_judged_paths_stay_undecided() -> None:
 
 
 def test_a_chain_ends_before_a_node_whose_distribution_is_unknown() -> None:
-    """Held against version 1's `rules.verify`, given the chain up to there."""
+    """As if the chain went up to there."""
     sessions = [session for session in random_sessions(5, 120, [REJECTION]) if len(session.tokens) > 2]
     # Nothing takes the place of such a node.
     twins = FakeSession(sampling=REJECTION, tokens=[0, 1], parents=[0, 0], q=[q_of([1] * V)] * 2, known={2})
@@ -338,12 +330,12 @@ def test_a_chain_ends_before_a_node_whose_distribution_is_unknown() -> None:
     logits = step.logits()
     lines = [step.first[number] + node for number, tree in enumerate(cut) for node in range(len(tree.tokens) + 1)]
     outcome = step.outcome(logits.clone())
-    assert outcome == present(cut, logits[lines])
+    assert outcome == expected(cut, logits[lines])
     assert any(nodes == [1, 2] for nodes, _, _ in outcome)
 
 
 def test_siblings_of_a_chain_are_left_out() -> None:
-    """Held against version 1's `rules.verify`, given the chain alone."""
+    """As if there were the chain alone."""
     chains = [session for session in random_sessions(6, 120, [REJECTION]) if len(session.tokens) > 2]
     grown = []
     for chain in chains:
@@ -358,7 +350,7 @@ def test_siblings_of_a_chain_are_left_out() -> None:
     lines = [step.first[place] + number for place, row in enumerate(numbers) for number in row]
     wanted = [
         ([numbers[place][node] for node in nodes], tokens, finish)
-        for place, (nodes, tokens, finish) in enumerate(present(chains, logits[lines]))
+        for place, (nodes, tokens, finish) in enumerate(expected(chains, logits[lines]))
     ]
     assert step.outcome(logits.clone()) == wanted
     assert any(5 in nodes for nodes, _, _ in wanted)
@@ -424,7 +416,6 @@ class Faulty(SessionGrammar):
 
 
 def test_a_walk_emits_the_token_of_a_node_that_was_not_followed_and_ends_there() -> None:
-    """Held against version 1: `rules.verify`, cut where `Verifier` cuts it."""
     chance = random.Random(8)
     sessions = random_sessions(8, 500, [COUPLED, TARGET_ONLY, REJECTION])
     for session in sessions[: len(sessions) * 3 // 4]:
@@ -433,7 +424,7 @@ def test_a_walk_emits_the_token_of_a_node_that_was_not_followed_and_ends_there()
     logits = step.logits()
     outcome = step.outcome(logits.clone())
     cuts = dict.fromkeys(VerificationRule, 0)
-    for session, was, (nodes, tokens, _) in zip(sessions, outcome, present(sessions, logits), strict=True):
+    for session, was, (nodes, tokens, _) in zip(sessions, outcome, expected(sessions, logits), strict=True):
         followed = len(nodes) if session.grammar is None else session.grammar.followed(nodes)
         assert was == (nodes[:followed], tokens[: followed + 1], Finish.NONE)
         cuts[session.sampling.rule] += followed < len(nodes)
@@ -451,7 +442,7 @@ def test_a_walk_emits_the_token_of_a_node_that_was_not_followed_and_ends_there()
 def test_a_fault_of_a_grammar_ends_its_session_alone(late: bool) -> None:
     sessions = random_sessions(9, 36, [COUPLED, TARGET_ONLY, REJECTION])
     logits = Round(sessions).logits()
-    alone = present(sessions, logits)
+    alone = expected(sessions, logits)
     for number in range(0, len(sessions), 2):
         sessions[number].grammar = Faulty(late=late)
     step = Round(sessions)

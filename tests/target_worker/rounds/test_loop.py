@@ -4,9 +4,18 @@ import numpy as np
 import pytest
 import torch
 from tests.target_worker.plain_decoding import Plain, plain_decode
-from tests.target_worker.rounds.driving import Decoded, Driver, make_loop, most_rounds
-from tests.target_worker.test_verifier import SPECS
-from tests.target_worker.verifying import PROMPT, adversarial_tree, no_tree, oracle_tree, random_tree
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    SPECS,
+    Decoded,
+    Driver,
+    adversarial_tree,
+    make_loop,
+    most_rounds,
+    no_tree,
+    oracle_tree,
+    random_tree,
+)
 from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.kernels.verification.walk import Finish
@@ -40,6 +49,14 @@ def test_any_tree_gives_plain_decoding(name, loop, reference_model):
     assert rounds[no_tree] == len(plain.tokens)
     assert rounds[oracle_tree] <= most_rounds(len(plain.tokens), each=5), "the oracle's nodes were not accepted"
     assert (loop.session_count, loop.kv.used) == (0, 0)
+
+
+def test_specs_meet_what_they_are_for(reference_model):
+    """Stop tokens occur before the limit, min_new_tokens changes something, penalties too."""
+    outputs = {name: plain_decode(reference_model, PROMPT, spec).tokens for name, spec in SPECS.items()}
+    assert len(outputs["stop"]) < 40
+    assert 9 < len(outputs["min-new"]) < 40 or outputs["min-new"][9] % 3 == 0
+    assert outputs["penalties"] != outputs["greedy"]
 
 
 @pytest.mark.parametrize("decoder", [False, True])

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
-from tests.target_worker.rounds.driving import Driver, make_loop
-from tests.target_worker.verifying import adversarial_tree, no_tree, oracle_tree, random_tree
+from tests.target_worker.rounds.driving import Driver, adversarial_tree, make_loop, no_tree, oracle_tree, random_tree
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT

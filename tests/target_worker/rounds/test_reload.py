@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.target_worker.plain_decoding import plain_decode
-from tests.target_worker.rounds.driving import Driver, make_loop
-from tests.target_worker.verifying import PROMPT, no_tree, oracle_tree
+from tests.target_worker.rounds.driving import PROMPT, Driver, make_loop, no_tree, oracle_tree
 from transformers import LlamaForCausalLM
 
 from outrider.sampling import SamplingSpec

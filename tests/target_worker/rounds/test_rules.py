@@ -1,18 +1,20 @@
-"""Every rule in rounds gives the tokens that it gives in the present verifier, tree by tree."""
+"""Every rule in rounds gives the tokens that the plain rules give, tree by tree."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.target_worker.rounds.driving import Driver, make_loop
-from tests.target_worker.verifying import PROMPT, TARGET_ONLY, make_verifier, no_tree, open_request
+import torch
+from tests.target_worker.plain_decoding import processed
+from tests.target_worker.rounds.driving import PROMPT, TARGET_ONLY, Driver, Tree, make_loop, no_tree
+from tests.target_worker.rounds.rule_references import reference_path
+from transformers import PreTrainedModel
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions import TreeRequest
-from outrider.target_worker.verifier import Verifier
 
 REJECTION = replace(TARGET_ONLY, verification=VerificationRule.REJECTION)
 SPECS = {
@@ -37,9 +39,16 @@ def loop(checkpoint) -> RoundLoop:
     return make_loop(checkpoint)
 
 
-@pytest.fixture(scope="module")
-def verifier(checkpoint) -> Verifier:
-    return make_verifier(checkpoint)
+@torch.inference_mode()
+def node_logits(model: PreTrainedModel, spec: SamplingSpec, output: Sequence[int], tree: Tree) -> torch.Tensor:
+    """Return the logits at the root and at each node [n + 1, V], processed by what the node's own path holds."""
+    paths, rows = [list(output)], []
+    for token, parent in zip(*tree, strict=True):
+        paths.append([*paths[parent], token])
+    for path in paths:
+        raw = model(torch.tensor([[*PROMPT, *path]])).logits[0, -1]
+        rows.append(processed(raw, PROMPT, path, spec))
+    return torch.stack(rows)
 
 
 def random_growth(chance: random.Random, spec: SamplingSpec):
@@ -57,27 +66,28 @@ def random_growth(chance: random.Random, spec: SamplingSpec):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_rounds_decide_as_the_present_verifier_does(name, loop, verifier):
+def test_rounds_decide_as_the_plain_rules_do(name, loop, reference_model):
     chance, driver, accepted = random.Random(5), Driver(loop), 0
-    for seed in range(4):
+    for seed in range(3):
         spec = replace(SPECS[name], seed=seed, max_new_tokens=TOKENS, allowed_token_ids=ALLOWED)
         decoded = driver.open(1, spec, [], no_tree)
-        verifier.open(open_request(1, spec))
-        before = 0
         # Rounds verify no node that could only be the last token.
         while not decoded.is_over and len(decoded.tokens) < TOKENS - DEEPEST:
-            length = len(PROMPT) + len(decoded.tokens)
-            (tokens, parents), q = random_growth(chance, spec)
-            driver.grow(1, (tokens, parents), as_of=length, q=q)
+            output = list(decoded.tokens)
+            length = len(PROMPT) + len(output)
+            tree, q = random_growth(chance, spec)
+            driver.grow(1, tree, as_of=length, q=q)
             driver.turn()
-            given = decoded.tokens[before:]
-            before = len(decoded.tokens)
             loop.forget((7, 1), 1, 0)
-            request = TreeRequest(key=(7, 1), epoch=1, length=length, tokens=tokens, parents=parents, distributions=q)
-            result = verifier.step([request]).results[0]
-            assert given == list(result.token_ids)
-            accepted += len(result.accepted_nodes)
-        verifier.close((7, 1), 1)
+            if len(decoded.tokens) == len(output):
+                # The prompt was computed, and the tree was verified with the round behind it.
+                assert not output
+                continue
+            logits = node_logits(reference_model, spec, output, tree)
+            nodes, tokens = reference_path(spec, length, *tree, q, logits)
+            assert decoded.tokens[len(output) :] == tokens
+            assert decoded.results[-1].accepted == len(nodes)
+            accepted += len(nodes)
         loop.close((7, 1), 1)
     assert accepted > 10
     driver.run()

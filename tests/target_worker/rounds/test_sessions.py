@@ -9,8 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.target_worker.plain_decoding import plain_decode
-from tests.target_worker.rounds.driving import Driver, make_loop, open_request
-from tests.target_worker.verifying import PROMPT, TARGET_ONLY, no_tree, oracle_tree, random_tree
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    TARGET_ONLY,
+    Driver,
+    make_loop,
+    no_tree,
+    open_request,
+    oracle_tree,
+    random_tree,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.kernels.pool.columns import MAX_STOPS

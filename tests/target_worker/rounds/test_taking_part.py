@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
-from tests.target_worker.rounds.driving import FixedTimes, config_of, loop_of, make_runner, open_request
-from tests.target_worker.verifying import PROMPT, Tree, oracle_tree
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    FixedTimes,
+    Tree,
+    config_of,
+    loop_of,
+    make_runner,
+    open_request,
+    oracle_tree,
+)
 
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tests.target_worker.rounds.driving import Driver, loop_of, make_runner
-from tests.target_worker.verifying import random_tree
+from tests.target_worker.rounds.driving import Driver, loop_of, make_runner, random_tree
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider.sampling import SamplingSpec

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
-from tests.target_worker.rounds.driving import FixedTimes, config_of, make_runner, open_request
-from tests.target_worker.verifying import PROMPT
+from tests.target_worker.rounds.driving import PROMPT, FixedTimes, config_of, make_runner, open_request
 
 from outrider.errors import OutriderError, WorkerUnavailable
 from outrider.kernels.verification.walk import Finish

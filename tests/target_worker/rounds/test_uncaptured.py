@@ -5,9 +5,16 @@ import importlib.util
 import pytest
 import torch
 from tests.target_worker.plain_decoding import plain_decode
-from tests.target_worker.rounds.driving import Driver, config_of, loop_of, make_runner
-from tests.target_worker.test_verifier import SPECS
-from tests.target_worker.verifying import PROMPT, oracle_tree, random_tree
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    SPECS,
+    Driver,
+    config_of,
+    loop_of,
+    make_runner,
+    oracle_tree,
+    random_tree,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.sampling import SamplingSpec
