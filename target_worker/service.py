@@ -214,7 +214,7 @@ def pack_results(results: Sequence[SessionResult], cost: RoundCost | None, load:
 
 def _selected_by_source(results: Sequence[SessionResult]) -> list[int]:
     """Return counts of each session's verified nodes by source; none where all are of a draft model alone."""
-    if all(result.selected_by_kind[0] == result.selected and not any(result.selected_by_kind[1:]) for result in results):
+    if all(tuple(result.selected_by_kind) == (result.selected, 0, 0) for result in results):
         return []
     return [count for result in results for count in result.selected_by_kind]
 

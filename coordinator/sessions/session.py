@@ -185,7 +185,7 @@ class Session:
         self.verify_steps += 1
         self.drafted_tokens += outcome.selected
         self.accepted_tokens += outcome.accepted
-        self.sources.note_round(outcome, self.sources.only)
+        self.sources.note_round(outcome)
         if self.cached_tokens is None:
             self.cached_tokens = outcome.cached_tokens
         if self.tap is not None:

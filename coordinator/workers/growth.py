@@ -56,8 +56,6 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
         acceptance=usable_acceptance(floats_from_bytes(message.acceptance)),
         distributions=distributions,
         sources=_sources(message.sources),
-        # What a trie says has no report, for its time says nothing of when more is to be expected.
-        is_step=message.HasField("report") or bool(len(node_ids)),
     )
     sessions, nodes = len(growth.session_ids), sum(growth.node_counts)
     told = [] if growth.sources is None else [growth.sources]

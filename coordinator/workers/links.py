@@ -18,6 +18,7 @@ from outrider.coordinator.sessions.messages import (
     SessionOpening,
     SpeculationMode,
     TokenLogprobs,
+    TreeEnd,
 )
 from outrider.coordinator.workers.answers import check_report, check_results
 from outrider.coordinator.workers.growth import growth_batch
@@ -40,6 +41,12 @@ _FAULT_KINDS = {
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: FaultKind.REFUSED,
     grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
     grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
+}
+
+_TREE_ENDS = {
+    target_pb2.TREE_END_COVERED: TreeEnd.COVERED,
+    target_pb2.TREE_END_MISSED: TreeEnd.MISSED,
+    target_pb2.TREE_END_STARVED: TreeEnd.STARVED,
 }
 
 
@@ -175,22 +182,28 @@ class _Part(IntEnum):
 def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResults:
     logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
     tokens, sources = list(response.tokens), list(response.accepted_sources)
+    selected_by_source = list(response.selected_by_source)
+    if not selected_by_source:
+        selected_by_source = [count for selected in response.selected_counts for count in (selected, 0, 0)]
     outcomes, token, source = list[Outcome](), 0, 0
     columns = zip(
         response.session_ids, response.epochs, response.token_counts, response.accepted_counts,
-        response.selected_counts, response.finishes, response.cached_tokens, response.lost, strict=True,
+        response.selected_counts, response.finishes, response.cached_tokens, response.lost, response.tree_ends,
+        strict=True,
     )  # fmt: skip
-    for row, (session_id, epoch, count, accepted, selected, finish, cached_tokens, lost) in enumerate(columns):
+    for row, (session_id, epoch, count, accepted, selected, finish, cached_tokens, lost, end) in enumerate(columns):
         outcome = Outcome(
             session_id=session_id,
             epoch=epoch,
             token_ids=tokens[token : token + count],
             accepted=accepted,
             selected=selected,
+            selected_by_source=selected_by_source[3 * row : 3 * row + 3],
             sources=sources[source : source + accepted],
             is_over=finish != target_pb2.FINISH_UNSPECIFIED,
             cached_tokens=cached_tokens,
             lost=lost,
+            tree_end=_TREE_ENDS.get(end, TreeEnd.NONE),
             logprobs=logprobs.get(row),
         )
         outcomes.append(outcome)
@@ -202,6 +215,7 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
         step_ns=report.step_ns,
         forward_ns=report.forward_ns,
         rows=report.tokens,
+        plain_ns=report.plain_ns,
         number=number,
     )
 

@@ -16,8 +16,8 @@ place, or none did.
 Shapes: M tokens of a row at most, and as in `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0915, PLR0917
+# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class TreeEnd(enum.IntEnum):
     """Nothing stood in the place of a token."""
 
 
-
 _INT32 = (torch.int32,)
 _ONE = np.float32(1.0)
 _NO_ENDS = np.empty(0, np.int32)
@@ -77,9 +76,7 @@ _SCATTERED = [
 ]
 
 
-def re_root(
-    pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None = None
-) -> None:
+def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None = None) -> None:
     """Commit tokens to every row that has some.
 
     Args:
