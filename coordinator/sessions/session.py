@@ -3,14 +3,15 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from outrider.coordinator.live.tap import SessionTap
+from outrider.coordinator.live.watcher import Watcher
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
+    Growth,
     GrowthArrival,
     Outcome,
     RoundRecord,
@@ -40,6 +41,35 @@ class Undelivered(NamedTuple):
     """None: still to be made."""
     logprobs: TokenLogprobs | None
     record: RoundRecord | None
+
+
+class Tap(Protocol):
+    """What is told of a session's tree while somebody watches it."""
+
+    @property
+    def watchers(self) -> int:
+        """How many watch."""
+        ...
+
+    def watch(self, *, max_lines: int) -> Watcher:
+        """One more watches."""
+        ...
+
+    def note_growth(self, worker_id: str, growth: Growth) -> None:
+        """A draft has grown nodes."""
+        ...
+
+    def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:
+        """A round has ended."""
+        ...
+
+    def note_delivered(self, text: str) -> None:
+        """The client has been told of tokens."""
+        ...
+
+    def note_end(self) -> None:
+        """Nothing more will come."""
+        ...
 
 
 class Session:
@@ -85,7 +115,7 @@ class Session:
         """Its target waits for its client."""
         self.probation = 0
         """Results for which it is to be verified alone, after a worker crashed with it."""
-        self.tap: SessionTap | None = None
+        self.tap: Tap | None = None
         """Only while somebody watches its tree."""
         self.undelivered: Undelivered | None = None
         self._take_received(request.received.get(index, ()))

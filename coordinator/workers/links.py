@@ -22,7 +22,6 @@ from outrider.coordinator.sessions.messages import (
 )
 from outrider.coordinator.workers.answers import check_report, check_results
 from outrider.coordinator.workers.growth import growth_batch
-from outrider.coordinator.workers.latency import Latency
 from outrider.coordinator.workers.worker_link import WorkerLink
 from outrider.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
@@ -48,6 +47,23 @@ _TREE_ENDS = {
     target_pb2.TREE_END_MISSED: TreeEnd.MISSED,
     target_pb2.TREE_END_STARVED: TreeEnd.STARVED,
 }
+
+
+class Latency:
+    """A running mean of a time.
+
+    Attributes:
+        mean_ns: in nanoseconds; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.mean_ns = 0.0
+
+    def observe(self, elapsed_ns: float) -> None:
+        """Take one measured time."""
+        # A pause of the whole machine counts as twice the mean at most.
+        error_ns = min(elapsed_ns, 2 * self.mean_ns) - self.mean_ns if self.mean_ns else 8 * elapsed_ns
+        self.mean_ns += error_ns / 8
 
 
 def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:

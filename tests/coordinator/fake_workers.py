@@ -19,7 +19,7 @@ from outrider.coordinator.sessions.messages import (
     SpeculationMode,
     TreeEnd,
 )
-from outrider.coordinator.workers.latency import Latency
+from outrider.coordinator.workers.links import Latency
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import target_pb2
