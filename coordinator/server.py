@@ -21,8 +21,7 @@ from outrider.coordinator.api.service import GenerationServicer
 from outrider.coordinator.api.validation import RequestLimits, max_request_bytes
 from outrider.coordinator.live.routes import OPEN_PATHS as LIVE_PATHS
 from outrider.coordinator.live.routes import live_routes
-from outrider.coordinator.metrics.families import CoordinatorMetrics
-from outrider.coordinator.metrics.routes import metrics_routes
+from outrider.coordinator.metrics.families import CoordinatorMetrics, metrics_routes
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.tokenizer import TextTokenizer, read_model_info

@@ -205,9 +205,13 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
         raise InvalidRequest([FieldViolation("sampling.verification", str(error))]) from error
     # An unset bound is the worker's own.
     bounds = {
-        name: getattr(opened.limits, name)
-        for name in ("max_live_nodes", "max_depth", "sync_nodes")
-        if getattr(opened.limits, name)
+        name: bound
+        for name, bound in (
+            ("max_live_nodes", opened.limits.max_live_nodes),
+            ("max_depth", opened.limits.max_depth),
+            ("sync_nodes", opened.limits.max_nodes),
+        )
+        if bound
     }
     return SessionStart(
         key=(incarnation, opened.session_id),

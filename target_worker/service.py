@@ -9,6 +9,7 @@ import grpc.aio
 
 from outrider import rpc, tracing
 from outrider.errors import OutriderError, WorkerUnavailable
+from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import Finish
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.commands import HoldCommand, Load, RoundCost
@@ -30,6 +31,12 @@ _FINISHES = {
     Finish.LENGTH: target_pb2.FINISH_LENGTH,
     # Told as an error.
     Finish.FAULT: target_pb2.FINISH_UNSPECIFIED,
+}
+_TREE_ENDS = {
+    TreeEnd.NONE: target_pb2.TREE_END_UNSPECIFIED,
+    TreeEnd.COVERED: target_pb2.TREE_END_COVERED,
+    TreeEnd.MISSED: target_pb2.TREE_END_MISSED,
+    TreeEnd.STARVED: target_pb2.TREE_END_STARVED,
 }
 
 
@@ -178,6 +185,8 @@ def pack_results(results: Sequence[SessionResult], cost: RoundCost | None, load:
         tokens=[token for result in results for token in result.tokens],
         accepted_counts=[result.accepted for result in results],
         selected_counts=[result.selected for result in results],
+        selected_by_source=_selected_by_source(results),
+        tree_ends=[_TREE_ENDS[result.tree_end] for result in results],
         accepted_sources=[sources for result in results for sources in result.drafters],
         finishes=[_FINISHES[result.finish] for result in results],
         cached_tokens=[result.cached_tokens for result in results],
@@ -193,10 +202,21 @@ def pack_results(results: Sequence[SessionResult], cost: RoundCost | None, load:
     if cost is not None:
         message.report.CopyFrom(
             common_pb2.StepReport(
-                step_ns=cost.step_ns, forward_ns=cost.forward_ns, tokens=cost.rows, sessions=cost.sessions
+                step_ns=cost.step_ns,
+                forward_ns=cost.forward_ns,
+                tokens=cost.rows,
+                sessions=cost.sessions,
+                plain_ns=cost.plain_ns,
             )
         )
     return message
+
+
+def _selected_by_source(results: Sequence[SessionResult]) -> list[int]:
+    """Return counts of each session's verified nodes by source; none where all are of a draft model alone."""
+    if all(tuple(result.selected_by_kind) == (result.selected, 0, 0) for result in results):
+        return []
+    return [count for result in results for count in result.selected_by_kind]
 
 
 def pack_load(load: Load) -> common_pb2.WorkerLoad:

@@ -17,6 +17,8 @@ _MOST_NEW_TOKENS = 1 << 30
 
 SessionKey = tuple[int, int]
 """(coordinator incarnation, session id)."""
+WITHOUT_BOUND = (1 << 31) - 2
+"""`max_nodes` and `max_depth` of a session whose trees have any size."""
 
 
 class Code(IntEnum):
@@ -56,6 +58,7 @@ class OpenRequest:
 
     `weights` is the version that its tokens are chosen with; empty: any.
     `sync_wait_ms` is how long it waits for a tree in sync mode.
+    `max_nodes` and `max_depth` bound what one round verifies of its tree.
     """
 
     key: SessionKey
@@ -66,6 +69,8 @@ class OpenRequest:
     weights: str = ""
     mode: SpeculationMode = SpeculationMode.ASYNC
     sync_wait_ms: int = 0
+    max_nodes: int = WITHOUT_BOUND
+    max_depth: int = WITHOUT_BOUND
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,7 +26,7 @@ from outrider.target_worker.rounds.commands import (
     RefuseCommand,
     RoundOwner,
 )
-from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, SpeculationMode
+from outrider.target_worker.sessions import WITHOUT_BOUND, Code, OpenRequest, SessionFault, SpeculationMode
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_from_bytes
 
@@ -124,6 +124,8 @@ def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: Roun
             weights=opening.weights,
             mode=_MODES[limits.mode],
             sync_wait_ms=limits.sync_wait_ms,
+            max_nodes=min(limits.max_nodes or WITHOUT_BOUND, WITHOUT_BOUND),
+            max_depth=min(limits.max_depth or WITHOUT_BOUND, WITHOUT_BOUND),
         )
     except ValueError as error:
         message = f"prompt, output or sampling: {error}"

@@ -175,7 +175,7 @@ def _open(number: int) -> common_pb2.SessionOpen:
         mode=(common_pb2.SPECULATION_MODE_ASYNC, common_pb2.SPECULATION_MODE_SYNC)[number % 3 == 0],
         max_live_nodes=12,
         max_depth=4,
-        sync_nodes=6,
+        max_nodes=6,
     )
     return common_pb2.SessionOpen(
         session_id=5, epoch=1, prompt=tokens_to_bytes(PROMPT), output=b"", sampling=state, limits=limits

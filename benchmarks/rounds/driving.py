@@ -133,7 +133,9 @@ class Recorder(RoundObserver):
         self.counted = self.counted_ns = 0
         self._stage, self._began_ns, self._has_read = "", 0, False
 
-    def reported(self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int) -> None:
+    def reported(
+        self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int, plain_ns: int
+    ) -> None:
         """See `RoundObserver`."""
         columns = report.columns[:, : report.sessions]
         commits = [

@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 
 from outrider.coordinator.api.field_checks import FieldChecks
 from outrider.coordinator.sessions.messages import SpeculationMode
+from outrider.errors import FieldViolation
+from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import VerificationRule, rule_from_proto
 from outrider.v1 import common_pb2, generation_pb2
 
 MAX_SYNTHETIC_RATES = 64
+_SOURCES = "speculation.sources"
+_KNOWN_SOURCES = " or ".join(f"{source.value} ({source.word})" for source in GrowthSource)
 _MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC,
     common_pb2.SPECULATION_MODE_ASYNC: SpeculationMode.ASYNC,
@@ -92,3 +96,21 @@ def _synthetic(
     ]
     fields.wrong_entries(field, wrong, "wrong rates")
     return {"synthetic_rates": tuple(rates)}
+
+
+def asked_sources(given: generation_pb2.SpeculationParams) -> tuple[frozenset[GrowthSource], list[FieldViolation]]:
+    """The sources, all of them where none is named; a source that no worker has is no fault: it grows nothing."""
+    asked, most = given.sources, len(GrowthSource)
+    if not asked:
+        return ALL_SOURCES, []
+    if len(asked) > most:
+        return ALL_SOURCES, [FieldViolation(_SOURCES, f"{len(asked)} given, at most {most} needed: each source once")]
+    wrong = []
+    for place, number in enumerate(asked):
+        if number not in set(GrowthSource):
+            wrong.append(FieldViolation(f"{_SOURCES}[{place}]", f"{number} given, {_KNOWN_SOURCES} needed"))
+        elif number in asked[:place]:
+            wrong.append(
+                FieldViolation(f"{_SOURCES}[{place}]", f"{GrowthSource(number).word} given twice: name it once")
+            )
+    return ALL_SOURCES if wrong else frozenset(map(GrowthSource, asked)), wrong

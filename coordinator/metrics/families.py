@@ -1,6 +1,6 @@
 """The coordinator's metrics: what it has counted, put into Prometheus' families when they are read.
 
-`metrics_counts.py` counts; docs/metrics.md has the table of all names. Where vLLM has the same thing, so is it called.
+`counts.py` counts; docs/metrics.md has the table of all names. Where vLLM has the same thing, so is it called.
 """
 
 import time
@@ -9,6 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from outrider import __version__
 from outrider.coordinator.api.access import Access
@@ -278,3 +282,17 @@ def _describe_rounds(families: Families, totals: Totals) -> None:
     families.histogram("target_forward_seconds", "Of a step, the model's forward alone.", counts.forward)
     families.counter("failovers", "Choices whose target was lost, and that go on at another.", counts.failovers)
     families.counter("sessions_reopened", "Choices that a target lost, and that were opened anew.", counts.reopened)
+
+
+def metrics_routes(registry: CollectorRegistry) -> list[Route]:
+    """The route that Prometheus reads.
+
+    Args:
+        registry: is read on the event loop.
+    """
+
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    return [Route("/metrics", metrics, methods=["GET"])]

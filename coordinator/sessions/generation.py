@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider.coordinator.sessions import clock
@@ -13,12 +14,28 @@ from outrider.coordinator.sessions.messages import (
     SpeculationCounts,
     TokenDelta,
 )
-from outrider.coordinator.sessions.request_times import RequestTimes
 from outrider.coordinator.sessions.source_counts import SourceTally
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.session import Session
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestTimes:
+    """When a request passed which point of its life, by the monotonic clock, in nanoseconds; 0 is not yet.
+
+    Attributes:
+        arrived_ns: it was accepted.
+        admitted_ns: its first choice left the queue.
+        first_token_ns: its first token was ready for the client.
+        finished_ns: its last one was.
+    """
+
+    arrived_ns: int = field(default_factory=clock.now_ns)
+    admitted_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
 
 
 class Generation:

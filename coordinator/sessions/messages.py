@@ -8,7 +8,7 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -210,7 +210,7 @@ class SessionOpening:
     mode: SpeculationMode
     max_live_nodes: int
     max_depth: int
-    sync_nodes: int
+    max_nodes: int
     sync_wait_ms: float = 0.0
     traceparent: str = ""
     weights: str = ""
@@ -237,6 +237,19 @@ class SessionFault(NamedTuple):
     message: str
 
 
+class TreeEnd(IntEnum):
+    """Where a round has left a session's tree."""
+
+    NONE = 0
+    """Nothing was committed."""
+    COVERED = 1
+    """The last token was a node: growth is ahead."""
+    MISSED = 2
+    """Nodes stood in its place, and it is none of them: growth was wrong."""
+    STARVED = 3
+    """Nothing stood in its place: growth is behind."""
+
+
 class Outcome(NamedTuple):
     """What a round has given one session.
 
@@ -244,10 +257,12 @@ class Outcome(NamedTuple):
         token_ids: [m] committed.
         accepted: nodes among them.
         selected: nodes that were verified.
+        selected_by_source: [3] of these, those that a model, n-grams and a head had proposed; one node may be of several.
         sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
         is_over: whether the target has ended the session.
         cached_tokens: of the prompt, tokens whose KV the target had.
         lost: bit set of the places whose growth was lost.
+        tree_end: where the round has left the session's tree.
     """
 
     session_id: int
@@ -255,10 +270,12 @@ class Outcome(NamedTuple):
     token_ids: Sequence[int]
     accepted: int = 0
     selected: int = 0
+    selected_by_source: Sequence[int] = (0, 0, 0)
     sources: Sequence[int] = ()
     is_over: bool = False
     cached_tokens: int = 0
     lost: int = 0
+    tree_end: TreeEnd = TreeEnd.NONE
     logprobs: TokenLogprobs | None = None
 
 
@@ -272,6 +289,7 @@ class RoundResults:
         step_ns: from the round's begin to its end.
         forward_ns: of these, the model's forward and the choices.
         rows: of the forward.
+        plain_ns: what the round would have taken without nodes.
         number: of the message on this stream, from 1.
     """
 
@@ -280,6 +298,7 @@ class RoundResults:
     step_ns: int = 0
     forward_ns: int = 0
     rows: int = 0
+    plain_ns: int = 0
     number: int = 0
 
 
@@ -362,7 +381,6 @@ class GrowthBatch:
         acceptance: [N]
         distributions: [N] or empty.
         source: of all nodes.
-        is_step: whether it is a step's growth; else a trie says that it has no guess.
     """
 
     session_ids: Sequence[int]
@@ -378,7 +396,6 @@ class GrowthBatch:
     acceptance: npt.NDArray[np.float32]
     distributions: Sequence[DraftDistribution | None] = ()
     source: GrowthSource = GrowthSource.MODEL
-    is_step: bool = True
 
     @classmethod
     def of(cls, growths: Sequence[Growth]) -> Self:

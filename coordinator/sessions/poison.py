@@ -5,6 +5,9 @@
     it crashes again           ->  whoever was alone, and had a strike already, is refused: PoisonRequest
 
 So the second crash says who it was, and the others, cleared or still waiting for their turn, are not touched by it.
+Sessions that are under no suspicion take turns with the one on trial, and one of them may be poisonous, too: the crash
+is held against those whose turn it was. Where that is not known (nobody has come through a round yet) it is held
+against all of them, but not as the proof that an alone suspect's is; a third strike is one.
 Nobody is suspected for a worker that merely fell silent, or whose link broke while its process lives on: a strike is
 withdrawn when the same process registers again, and a request is refused only after a wait in which it could have. A
 request that crashes workers at one place of its output does so again at once, for it goes on from there. What crashes
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 DOUBT_S = 3.0
 # A suspect that has had so many results is cleared.
 _RESULTS = 3
+# Crashes that are held against one request among others.
+_MOST_STRIKES = 2
 _MOST_RECORDS = 4096
 _Key = tuple[str, str, int]
 
@@ -99,20 +104,20 @@ class Suspects:
             session.probation = _RESULTS
 
     def condemns(self, session: Session) -> bool:
-        """Whether it is the one: it was alone at the last of at least two crashes."""
+        """Whether it is the one: it was alone at the last of two crashes, or there at three without a result between."""
         return self._is_condemned(_key(session))
 
     def _is_condemned(self, key: _Key) -> bool:
         record = self._records.get(key)
-        return record is not None and record.was_alone and len(record.strikes) > 1
+        return record is not None and len(record.strikes) > (1 if record.was_alone else _MOST_STRIKES)
 
     def refusal(self, request: GenerationRequest) -> PoisonRequest:
         """What its client is told."""
         request_id = request.request_id
         logger.error("request %s is refused: targets crash of it", request_id, extra=about(request_id=request_id))
         return PoisonRequest(
-            f"request {request_id} was being verified, at last alone, when two target workers crashed: it is not tried "
-            "again"
+            f"request {request_id} was being verified, alone or again and again, when two target workers crashed: it is "
+            "not tried again"
         )
 
     def forget(self, session: Session) -> None:

@@ -3,14 +3,15 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from outrider.coordinator.live.tap import SessionTap
+from outrider.coordinator.live.watcher import Watcher
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
+    Growth,
     GrowthArrival,
     Outcome,
     RoundRecord,
@@ -48,6 +49,35 @@ class Undelivered(NamedTuple):
     """None: still to be made."""
     logprobs: TokenLogprobs | None
     record: RoundRecord | None
+
+
+class Tap(Protocol):
+    """What is told of a session's tree while somebody watches it."""
+
+    @property
+    def watchers(self) -> int:
+        """How many watch."""
+        ...
+
+    def watch(self, *, max_lines: int) -> Watcher:
+        """One more watches."""
+        ...
+
+    def note_growth(self, worker_id: str, growth: Growth) -> None:
+        """A draft has grown nodes."""
+        ...
+
+    def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:
+        """A round has ended."""
+        ...
+
+    def note_delivered(self, text: str) -> None:
+        """The client has been told of tokens."""
+        ...
+
+    def note_end(self) -> None:
+        """Nothing more will come."""
+        ...
 
 
 class Session:
@@ -93,7 +123,7 @@ class Session:
         """Its target waits for its client."""
         self.probation = 0
         """Results for which it is to be verified alone, after a worker crashed with it."""
-        self.tap: SessionTap | None = None
+        self.tap: Tap | None = None
         """Only while somebody watches its tree."""
         self.undelivered: Undelivered | None = None
         self._take_received(request.received.get(index, ()))
@@ -155,7 +185,7 @@ class Session:
             mode=self.mode,
             max_live_nodes=max_live_nodes,
             max_depth=self.request.max_depth,
-            sync_nodes=self.request.max_nodes,
+            max_nodes=self.request.max_nodes,
             sync_wait_ms=sync_wait_ms,
             traceparent="" if self.request.spans is None else self.request.spans.traceparent,
             sources=self.request.sources,
@@ -197,7 +227,7 @@ class Session:
         self.verify_steps += 1
         self.drafted_tokens += outcome.selected
         self.accepted_tokens += outcome.accepted
-        self.sources.note_round(outcome, self.sources.only)
+        self.sources.note_round(outcome)
         if self.cached_tokens is None:
             self.cached_tokens = outcome.cached_tokens
         if self.tap is not None:

@@ -29,23 +29,15 @@ class SourceTally:
         if nodes:
             self._grown[source] += nodes
 
-    @property
-    def only(self) -> GrowthSource | None:
-        """The source that all growth has been of; None where none has come, or several have sent some."""
-        return next(iter(self._grown)) if len(self._grown) == 1 else None
-
-    def note_round(self, outcome: Outcome, only: GrowthSource | None) -> None:
-        """Count nodes that were verified, of a tree that `only` one source has grown, and those that were accepted.
-
-        Of trees of several sources a target tells the sources of accepted nodes alone.
-        """
-        if only is not None:
-            self._submitted[only] += outcome.selected
+    def note_round(self, outcome: Outcome) -> None:
+        """Count the nodes of a round that were verified, and those that were accepted."""
+        for source, count in zip(GrowthSource, outcome.selected_by_source, strict=True):
+            self._submitted[source] += count
         for sources in outcome.sources:
             self._accepted[sources] += 1
 
     def counts(self) -> list[SourceCounts]:
-        """By source, those that have grown anything; a node that several have proposed is accepted of each."""
+        """By source, those that have grown anything; a node that several have proposed counts for each."""
         accepted = {
             source: sum(count for sources, count in self._accepted.items() if sources >> source & 1)
             for source in GrowthSource

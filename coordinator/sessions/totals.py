@@ -32,10 +32,10 @@ class Totals:
         """Count a round."""
         self.steps += 1
         self.verify_steps += len(taken)
-        for session, outcome, _ in taken:
+        for _, outcome, _ in taken:
             self.emitted_tokens += len(outcome.token_ids)
             self.drafted_tokens += outcome.selected
             self.accepted_tokens += outcome.accepted
-            self.sources.note_round(outcome, session.sources.only)
-        self.demand.note_round(results.step_ns, taken)
+            self.sources.note_round(outcome)
+        self.demand.note_round(results, taken)
         self.serving.note_round(results, taken, now_ns)

@@ -16,6 +16,12 @@ from outrider.wire import floats_from_bytes
 # No step takes an hour, and no such number is to reach a mean or a counter.
 _LONGEST_STEP_NS = 3_600_000_000_000
 _MOST_ROWS = 1 << 24
+# Of `RoundResults`, with one entry a session.
+_SESSION_COLUMNS = (
+    "epochs", "token_counts", "accepted_counts", "selected_counts", "finishes", "cached_tokens", "lost", "tree_ends",
+)  # fmt: skip
+# Sources that targets count nodes of.
+_SOURCES = 3
 
 
 def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None:
@@ -26,7 +32,7 @@ def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None
     """
     check_report(response.report)
     sessions = len(response.session_ids)
-    for name in ("epochs", "token_counts", "accepted_counts", "selected_counts", "finishes", "cached_tokens", "lost"):
+    for name in _SESSION_COLUMNS:
         if len(getattr(response, name)) != sessions:
             raise ValueError(f"{name}: {len(getattr(response, name))} entries given of {sessions} sessions")
     _check_total("tokens", response.token_counts, len(response.tokens))
@@ -37,6 +43,12 @@ def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None
         raise ValueError("a session is named twice in one round")
     if any(map(operator.gt, response.accepted_counts, response.selected_counts)):
         raise ValueError("a session with more accepted nodes than verified ones are reported")
+    if by_source := response.selected_by_source:
+        if len(by_source) != _SOURCES * sessions:
+            raise ValueError(f"selected_by_source: {len(by_source)} entries given of {sessions} sessions")
+        columns = [by_source[source::_SOURCES] for source in range(_SOURCES)]
+        if any(any(map(operator.gt, column, response.selected_counts)) for column in columns):
+            raise ValueError("a session with more verified nodes of one source than of all is reported")
     # Behind the last accepted node there is one token at most, and none where that node has ended the session.
     if not set(map(operator.sub, response.token_counts, response.accepted_counts)) <= {0, 1}:
         raise ValueError("a session with as many tokens as its accepted nodes and one more at most is needed")
@@ -55,7 +67,7 @@ def check_report(report: common_pb2.StepReport) -> None:
     Raises:
         ValueError: a time or a size that no step has.
     """
-    longest = max(report.step_ns, report.forward_ns)
+    longest = max(report.step_ns, report.forward_ns, report.plain_ns)
     if longest > _LONGEST_STEP_NS:
         raise ValueError(f"a step of {longest / 1e9:.0f} s is reported")
     if report.tokens > _MOST_ROWS:

@@ -2,9 +2,11 @@
 
 A round of a session is one verification of it. It ends
 
-    covered   its last token was a node of the tree: the draft is ahead
-    missed    the draft had grown children there, and the token is none of them: it was wrong
-    starved   the draft had grown nothing there yet: it was behind
+    covered   its last token was a node of the tree, verified or not: the draft is ahead
+    missed    nodes stood in the place of its last token, and it is none of them: the draft was wrong
+    starved   nothing stood there yet: the draft was behind
+
+as the target tells it.
 
 Nothing is averaged here: everything counts up from the coordinator's start, so that any number of readers may take the
 differences over windows of their own. docs/autoscaling.md has the formula that is made of them.
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outrider.coordinator.sessions.messages import GrowthBatch, SpeculationMode
+from outrider.coordinator.sessions.messages import GrowthBatch, RoundResults, SpeculationMode, TreeEnd
 from outrider.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class DraftDemand:
         starved_rounds: of rounds.
         bare_rounds: of rounds, those that verified no node.
         target_ns: of all targets' rounds.
-        plain_ns: what they would have taken without nodes and without waiting for any, by the targets' cost models.
+        plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
         draft_steps: growth messages; a step that serves sessions of two coordinators counts at both.
         draft_ns: what these steps took.
         grown_sessions: sessions in these messages.
@@ -45,8 +47,8 @@ class DraftDemand:
     missed_rounds: int = 0
     starved_rounds: int = 0
     bare_rounds: int = 0
-    target_ns: float = 0.0
-    plain_ns: float = 0.0
+    target_ns: int = 0
+    plain_ns: int = 0
     draft_steps: int = 0
     draft_ns: float = 0.0
     grown_sessions: int = 0
@@ -54,7 +56,7 @@ class DraftDemand:
 
     def note_growth(self, step_ns: float, growth: GrowthBatch) -> None:
         """One message of growth."""
-        if not growth.is_step or not len(growth.node_ids):
+        if not len(growth.node_ids):
             return
         self.draft_steps += 1
         self.draft_ns += step_ns
@@ -63,13 +65,16 @@ class DraftDemand:
         sessions = np.repeat(np.arange(len(growth.session_ids)), growth.node_counts)
         self.expanded_nodes += len(np.unique(sessions << 32 | growth.parents))
 
-    def note_round(self, round_ns: int, taken: "Taken") -> None:
+    def note_round(self, results: RoundResults, taken: "Taken") -> None:
         """One round of a target."""
-        self.target_ns += round_ns
+        self.target_ns += results.step_ns
+        self.plain_ns += results.plain_ns
         for session, outcome, _ in taken:
             if session.mode is SpeculationMode.ASYNC and session.draft_epochs:
                 self.rounds += 1
                 self.tokens += len(outcome.token_ids)
+                self.missed_rounds += outcome.tree_end is TreeEnd.MISSED
+                self.starved_rounds += outcome.tree_end is TreeEnd.STARVED
                 self.bare_rounds += not outcome.selected
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:

@@ -56,8 +56,6 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
         distributions=distributions,
         # What a newer worker may say counts as a model's.
         source=GrowthSource(message.source) if message.source in set(GrowthSource) else GrowthSource.MODEL,
-        # What a trie says has no report, for its time says nothing of when more is to be expected.
-        is_step=message.HasField("report") or bool(len(node_ids)),
     )
     sessions, nodes = len(growth.session_ids), sum(growth.node_counts)
     columns = (growth.epochs, growth.as_of, growth.node_counts, growth.complete, growth.forgot, growth.again)

@@ -18,10 +18,10 @@ from outrider.coordinator.sessions.messages import (
     SessionOpening,
     SpeculationMode,
     TokenLogprobs,
+    TreeEnd,
 )
 from outrider.coordinator.workers.answers import check_report, check_results
 from outrider.coordinator.workers.growth import growth_batch
-from outrider.coordinator.workers.latency import Latency
 from outrider.coordinator.workers.worker_link import WorkerLink
 from outrider.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
@@ -42,6 +42,29 @@ _FAULT_KINDS = {
     grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
 }
 
+_TREE_ENDS = {
+    target_pb2.TREE_END_COVERED: TreeEnd.COVERED,
+    target_pb2.TREE_END_MISSED: TreeEnd.MISSED,
+    target_pb2.TREE_END_STARVED: TreeEnd.STARVED,
+}
+
+
+class Latency:
+    """A running mean of a time.
+
+    Attributes:
+        mean_ns: in nanoseconds; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.mean_ns = 0.0
+
+    def observe(self, elapsed_ns: float) -> None:
+        """Take one measured time."""
+        # A pause of the whole machine counts as twice the mean at most.
+        error_ns = min(elapsed_ns, 2 * self.mean_ns) - self.mean_ns if self.mean_ns else 8 * elapsed_ns
+        self.mean_ns += error_ns / 8
+
 
 def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
     """The message that opens a session at a worker."""
@@ -55,7 +78,7 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
             mode=_MODES[opening.mode],
             max_live_nodes=opening.max_live_nodes,
             max_depth=opening.max_depth,
-            sync_nodes=opening.sync_nodes,
+            max_nodes=opening.max_nodes,
             sync_wait_ms=round(opening.sync_wait_ms),
         ),
         traceparent=opening.traceparent,
@@ -175,22 +198,28 @@ class _Part(IntEnum):
 def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResults:
     logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
     tokens, sources = list(response.tokens), list(response.accepted_sources)
+    selected_by_source = list(response.selected_by_source)
+    if not selected_by_source:
+        selected_by_source = [count for selected in response.selected_counts for count in (selected, 0, 0)]
     outcomes, token, source = list[Outcome](), 0, 0
     columns = zip(
         response.session_ids, response.epochs, response.token_counts, response.accepted_counts,
-        response.selected_counts, response.finishes, response.cached_tokens, response.lost, strict=True,
+        response.selected_counts, response.finishes, response.cached_tokens, response.lost, response.tree_ends,
+        strict=True,
     )  # fmt: skip
-    for row, (session_id, epoch, count, accepted, selected, finish, cached_tokens, lost) in enumerate(columns):
+    for row, (session_id, epoch, count, accepted, selected, finish, cached_tokens, lost, end) in enumerate(columns):
         outcome = Outcome(
             session_id=session_id,
             epoch=epoch,
             token_ids=tokens[token : token + count],
             accepted=accepted,
             selected=selected,
+            selected_by_source=selected_by_source[3 * row : 3 * row + 3],
             sources=sources[source : source + accepted],
             is_over=finish != target_pb2.FINISH_UNSPECIFIED,
             cached_tokens=cached_tokens,
             lost=lost,
+            tree_end=_TREE_ENDS.get(end, TreeEnd.NONE),
             logprobs=logprobs.get(row),
         )
         outcomes.append(outcome)
@@ -202,6 +231,7 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
         step_ns=report.step_ns,
         forward_ns=report.forward_ns,
         rows=report.tokens,
+        plain_ns=report.plain_ns,
         number=number,
     )
 

@@ -155,6 +155,7 @@ class Relay:
                 self._drafts.ask_for_lost(session, outcome.lost)
         for draft_id, told in commits.items():
             self._drafts.peers[draft_id].link.commit(Commits.of(told))
+        target.note_round([session for session, _, _ in taken])
         self._totals.note_round(results, taken, now_ns)
         self._owner.note_progress([session for session, _, _ in taken])
         for session in ended:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.workers.links import TargetLink
@@ -10,6 +11,14 @@ from outrider.v1 import registry_pb2, target_pb2
 
 WITHOUT_BOUND = (1 << 31) - 1
 """`allow` of a session that may go as far as it can."""
+
+
+class Turn(Enum):
+    """Whose round it was: a suspect and all others that are under no suspicion take turns."""
+
+    UNKNOWN = auto()
+    TRIAL = auto()
+    OTHERS = auto()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -21,6 +30,7 @@ class TargetPeer:
         sessions: by session id.
         suspects: of its sessions, those that are verified alone, one after the other.
         on_trial: the suspect whose turn it is; the others rest.
+        last_turn: whose round of its trial was told of last.
         is_draining: it takes no new sessions.
     """
 
@@ -30,6 +40,7 @@ class TargetPeer:
     sessions: dict[int, Session] = field(default_factory=dict)
     suspects: list[Session] = field(default_factory=list)
     on_trial: Session | None = None
+    last_turn: Turn = Turn.UNKNOWN
     is_draining: bool = False
 
     @property
@@ -82,21 +93,34 @@ class TargetPeer:
             self._bound(session)
             self._try_next()
 
+    def note_round(self, sessions: Sequence[Session]) -> None:
+        """A round has given these sessions tokens."""
+        if self.on_trial is not None and sessions:
+            self.last_turn = Turn.TRIAL if self.on_trial in sessions else Turn.OTHERS
+
     @property
     def blamed(self) -> Sequence[Session]:
-        """Sessions one of which is the reason if the worker crashes now."""
-        if self.on_trial is not None:
-            return [self.on_trial]
-        return [
+        """Sessions one of which is the reason if the worker crashes now.
+
+        While a suspect is on trial that is the suspect, or the others, whose turn it was; all of them before either has
+        come through a round.
+        """
+        others = [
             session
             for session in self.sessions.values()
             if session.target_id == self.worker_id and not session.is_held and session not in self.suspects
         ]
+        if self.on_trial is None or (others and self.last_turn is Turn.TRIAL):
+            return others
+        if others and self.last_turn is Turn.UNKNOWN:
+            return [self.on_trial, *others]
+        return [self.on_trial]
 
     def _try_next(self) -> None:
         """Let the next suspect run, unless there is one that does."""
         if self.on_trial is None:
             self.on_trial = next((session for session in self.suspects if not session.is_held), None)
+            self.last_turn = Turn.UNKNOWN
             if self.on_trial is not None:
                 self._bound(self.on_trial)
 

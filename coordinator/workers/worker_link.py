@@ -8,18 +8,52 @@ on every link one task reads and one writes. A message that finds nothing being 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from outrider import rpc
-from outrider.coordinator.workers.begun import Begun
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
+
+
+class Begun:
+    """Runs a coroutine at once until it waits for something, or ends; who awaits this goes on from there, once.
+
+    Attributes:
+        is_over: it has ended, without an error; an error that came at once is raised to who awaits.
+    """
+
+    def __init__(self, work: Coroutine[Any, None, None]) -> None:
+        self._work = work
+        self._waited_for: Any = None
+        self._error: BaseException | None = None
+        self.is_over = False
+        try:
+            self._waited_for = work.send(None)
+        except StopIteration:
+            self.is_over = True
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - who awaits gets it
+            self._error = error
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if self._error is not None:
+            raise self._error
+        while not self.is_over:
+            try:
+                try:
+                    sent = yield self._waited_for
+                except BaseException as error:  # noqa: BLE001 - above all that the task has been cancelled
+                    self._waited_for = self._work.throw(error)
+                else:
+                    self._waited_for = self._work.send(sent)
+            except StopIteration:
+                self.is_over = True
 
 
 class WorkerLink:

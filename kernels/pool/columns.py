@@ -147,7 +147,7 @@ class Pool:
         stops: [S, 64] int32, stop token ids, filled up with -1.
         min_end: [S] int32, the index from which a stop token ends the session.
         max_nodes: [S] int32, entries of the session that a step takes at most; in a draft worker, that may be alive.
-        max_depth: [S] int32, depth from which a drafter expands no more.
+        max_depth: [S] int32, depth from which a step takes no entries: a drafter expands none, a target verifies none.
         nodes: KV of entries, where a drafter computes here.
     """
 

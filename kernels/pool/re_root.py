@@ -10,14 +10,18 @@ whose root alone had no KV (cached = length - 1) stays such a row. In the pool o
 whose root has KV (cached = length) goes on over the walked entries up to the first that is not expanded; their slots
 enter the table, all other slots of entries that go are freed in index order.
 
+Where the walk ends says what growth was worth, a `TreeEnd`: the last token was an entry, or other entries stood in its
+place, or none did.
+
 Shapes: M tokens of a row at most, and as in `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0915, PLR0917
+# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import numpy as np
@@ -37,10 +41,27 @@ from outrider.kernels.pool.entries import (
     store_entries,
 )
 
-__all__ = ["re_root", "re_root_reference"]
+__all__ = ["TreeEnd", "re_root", "re_root_reference"]
+
+
+class TreeEnd(enum.IntEnum):
+    """Where commits have left a row's tree."""
+
+    NONE = 0
+    """Nothing was committed."""
+    COVERED = 1
+    """The last token was an entry."""
+    MISSED = 2
+    """Entries stood in the place of a token that is none of them."""
+    STARVED = 3
+    """Nothing stood in the place of a token."""
+
 
 _INT32 = (torch.int32,)
 _ONE = np.float32(1.0)
+_NO_ENDS = np.empty(0, np.int32)
+_COVERED, _MISSED = tl.constexpr(int(TreeEnd.COVERED)), tl.constexpr(int(TreeEnd.MISSED))
+_STARVED = tl.constexpr(int(TreeEnd.STARVED))
 # Pointers that the kernel must not assume to be aligned. If Triton knows the alignment it loads four entries a thread,
 # and scattering them costs a pass through shared memory per column.
 _SCATTERED = [
@@ -55,41 +76,50 @@ _SCATTERED = [
 ]
 
 
-def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None = None) -> None:
     """Commit tokens to every row that has some.
 
     Args:
         pool: changed.
         tokens: [S, M] int32, the tokens committed to each row, in order.
         num_tokens: [S] int32, how many of them; 0 leaves the row as it is. What would exceed the history is left out.
+        tree_ends: [S] int32, written: a `TreeEnd` of each row.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
     check_shape("tokens", tokens, (pool.sessions, tokens.shape[-1]))
     check_shape("num_tokens", num_tokens, (pool.sessions,))
-    for name, tensor in (("tokens", tokens), ("num_tokens", num_tokens)):
+    given = {"tokens": tokens, "num_tokens": num_tokens}
+    if tree_ends is not None:
+        check_shape("tree_ends", tree_ends, (pool.sessions,))
+        given["tree_ends"] = tree_ends
+    for name, tensor in given.items():
         check_dtype(name, tensor, _INT32)
         check_place(name, tensor, pool.device, "pool")
     if uses_triton(tokens):
-        _launch(pool, tokens, num_tokens)
+        _launch(pool, tokens, num_tokens, tree_ends)
     else:
-        re_root_reference(pool, tokens, num_tokens)
+        re_root_reference(pool, tokens, num_tokens, tree_ends)
 
 
-def re_root_reference(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+def re_root_reference(
+    pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None = None
+) -> None:
     """`re_root` on a CPU, one row after the other."""
-    _re_root(pool.arrays, tokens.numpy(), num_tokens.numpy())
+    _re_root(pool.arrays, tokens.numpy(), num_tokens.numpy(), _NO_ENDS if tree_ends is None else tree_ends.numpy())
 
 
 @compiled
-def _re_root(arrays: Any, tokens: Any, num_tokens: Any) -> None:
+def _re_root(arrays: Any, tokens: Any, num_tokens: Any, tree_ends: Any) -> None:
     pool = PoolArrays(*arrays)
     trail, places, has_slots = pool.root_ids.shape[1], pool.ids.shape[2], len(pool.slot) > 0
     keep = np.empty(pool.token.shape[1], np.bool_)
     for row in range(len(num_tokens)):
         length = pool.length[row]
         committed = min(num_tokens[row], tokens.shape[1], pool.history.shape[1] - length)
+        if len(tree_ends) > 0:
+            tree_ends[row] = TreeEnd.NONE if committed < 1 else TreeEnd.COVERED
         if committed < 1:
             continue
         was_cached = pool.cached[row]
@@ -98,8 +128,14 @@ def _re_root(arrays: Any, tokens: Any, num_tokens: Any) -> None:
             index, token = length + number, tokens[row, number]
             pool.history[row, index] = token
             if is_walking:
+                above = entry
                 entry = find_child(pool.parent[row], pool.token[row], pool.count[row], entry, token)
                 is_walking = entry >= 0
+                if not is_walking and len(tree_ends) > 0:
+                    tree_ends[row] = TreeEnd.STARVED
+                    for other in range(pool.count[row]):
+                        if pool.parent[row, other] == above:
+                            tree_ends[row] = TreeEnd.MISSED
             for place in range(places):
                 pool.root_ids[row, index % trail, place] = pool.ids[row, entry, place] if is_walking else 0
             if has_slots and is_walking and pool.cached[row] == index and pool.expanded[row, entry]:
@@ -115,13 +151,13 @@ def _re_root(arrays: Any, tokens: Any, num_tokens: Any) -> None:
             if keep[other]:
                 pool.depth[row, other] -= committed
                 pool.parent[row, other] = -1 if parent == entry else parent
-                above = _ONE if parent == entry else pool.value[row, parent]
-                pool.value[row, other] = above * pool.acceptance[row, other]
+                value_above = _ONE if parent == entry else pool.value[row, parent]
+                pool.value[row, other] = value_above * pool.acceptance[row, other]
         keep_entries(pool, row, keep)
     free_released(pool)
 
 
-def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None) -> None:
     nodes, none = pool.nodes, pool.count
     _re_root_kernel[(pool.sessions,)](
         tokens.contiguous(),
@@ -144,6 +180,7 @@ def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         none if nodes is None else nodes.expanded,
         none if nodes is None else nodes.released,
         none if nodes is None else nodes.released_count,
+        none if tree_ends is None else tree_ends,
         tokens.shape[1],
         pool.max_len,
         pool.table.shape[1],
@@ -152,6 +189,7 @@ def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         T=pool.trail,
         BLOCK_M=triton.next_power_of_2(tokens.shape[1]),
         HAS_SLOTS=nodes is not None,
+        HAS_ENDS=tree_ends is not None,
         num_warps=4,
         **early_options(pool.device),
     )
@@ -181,6 +219,7 @@ def _re_root_kernel(
     expanded_ptr,  # [S, C] bool
     released_ptr,  # [S, C] int32
     released_count_ptr,  # [S] int32
+    tree_ends_ptr,  # [S] int32
     most,
     max_len,
     table_width,
@@ -189,6 +228,7 @@ def _re_root_kernel(
     T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -207,6 +247,7 @@ def _re_root_kernel(
     ids = tl.load(ids_ptr + entry_ids)
     if HAS_SLOTS:
         slot, expanded = tl.load(slot_ptr + entry), tl.load(expanded_ptr + entry)
+    tree_end = 0
     if committed > 0:
         live = index < count
         if HAS_SLOTS:
@@ -216,13 +257,17 @@ def _re_root_kernel(
 
         # The walk: along entries of depth 1, 2, .. whose parent is the one walked last.
         walked, last, is_walking = tl.zeros((C,), tl.int1), -1, 1
+        tree_end = _COVERED + 0
         for number in range(committed):
             if is_walking > 0:
-                here = live & (parent == last) & (token == tl.load(tokens_ptr + row * most + number))
+                below = live & (parent == last)
+                here = below & (token == tl.load(tokens_ptr + row * most + number))
                 step = tl.max(tl.where(here, index, -1))
                 walked |= here
                 last = step
                 is_walking = (step >= 0).to(tl.int32)
+                if HAS_ENDS and is_walking == 0:
+                    tree_end = tl.where(tl.sum(below.to(tl.int32)) > 0, _MISSED, _STARVED)
 
         first_new = tl.maximum(length, length + committed - T)
         behind = tl.arange(0, T)
@@ -269,3 +314,5 @@ def _re_root_kernel(
         tl.store(count_ptr + row, tl.sum(keep.to(tl.int32)))
         tl.store(length_ptr + row, length + committed)
         tl.store(cached_ptr + row, cached)
+    if HAS_ENDS:
+        tl.store(tree_ends_ptr + row, tree_end)

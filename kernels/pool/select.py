@@ -12,7 +12,8 @@ entries in the step.
 
     row (target)        RUNNING, length < min(end, allow), a slot for its root
     row (drafter)       RUNNING, length < end, something to do, a part of the chunk if its gap is long
-    entry (target)      neither it nor an ancestor is a stop token in force, and length + depth < min(end, allow)
+    entry (target)      depth < max_depth, neither it nor an ancestor is a stop token in force,
+                        length + depth < min(end, allow)
     entry (drafter)     no KV yet, depth < max_depth, no stop token, length + depth < end
     gain of a bucket    sum of value * 2^24 over what it would take, each rounded: no order of addition decides
 
@@ -222,8 +223,9 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int, chunk: 
         before = candidates
         for entry in range(pool.count[row]):
             is_wanted = pool.value[row, entry] >= least_value and not pool.stopped[row, entry]
+            is_wanted &= pool.depth[row, entry] < pool.max_depth[row]
             if drafts:
-                is_wanted &= not pool.expanded[row, entry] and pool.depth[row, entry] < pool.max_depth[row]
+                is_wanted &= not pool.expanded[row, entry]
             # Bits of values are ordered as they are, but for -0.0.
             if is_wanted and values[row, entry] >= 0 and pool.length[row] + pool.depth[row, entry] < end:
                 # Ascending, so that the last one is the best: the larger value, then the lower row and entry.
@@ -443,8 +445,9 @@ def _order_kernel(
     live = index < count
     depth, value = tl.load(depth_ptr + entry), tl.load(value_ptr + entry)
     wanted = live & (value >= least_value) & (tl.load(stopped_ptr + entry) == 0)
+    wanted = wanted & (depth < tl.load(max_depth_ptr + row))
     if DRAFTS:
-        wanted = wanted & (tl.load(expanded_ptr + entry) == 0) & (depth < tl.load(max_depth_ptr + row))
+        wanted = wanted & (tl.load(expanded_ptr + entry) == 0)
         gap = length - tl.load(cached_ptr + row)
         running = (state == _RUNNING) & (length < end)
         # The rows before this one have first call on the chunk.

@@ -80,6 +80,10 @@ class ReportColumn(enum.IntEnum):
     CACHED = 8
     LOST = 9
     """Bit set over places whose growth has been lost."""
+    SELECTED = 10
+    """`Walks.selected`: verified nodes by kind of drafter; 0 for a chunk."""
+    TREE_END = 11
+    """A `TreeEnd`; 0 for a chunk."""
 
 
 _COUNTS = max(RoundCounts) + 1
@@ -158,6 +162,8 @@ def report_round(
         walks.accepted,
         walks.num_accepted,
         walks.finish,
+        walks.selected,
+        walks.tree_ends,
         num_chunks,
         times,
         reports,
@@ -212,6 +218,8 @@ def report_round_reference(
         ReportColumn.LENGTH: length[rows],
         ReportColumn.CACHED: pool.cached.numpy()[rows],
         ReportColumn.LOST: lost,
+        ReportColumn.SELECTED: np.where(is_chunk, 0, walks.selected.numpy()[:count]),
+        ReportColumn.TREE_END: np.where(is_chunk, 0, walks.tree_ends.numpy()[rows]),
     }
     for column, values in columns.items():
         words[column * sessions : column * sessions + count] = values
@@ -240,6 +248,8 @@ def _report_round_kernel(
     accepted_ptr,  # [sessions, most] int32
     num_accepted_ptr,  # [sessions] int32
     finish_ptr,  # [sessions] int32
+    selected_ptr,  # [sessions] int32
+    tree_ends_ptr,  # [S] int32
     num_chunks_ptr,  # [1] int32
     times_ptr,  # [5] int64
     reports_ptr,  # [2, STRIDE] int64, the host's
@@ -289,6 +299,8 @@ def _report_round_kernel(
         tl.store(column + 7 * sessions, tl.load(length_ptr + row))
         tl.store(column + 8 * sessions, tl.load(cached_ptr + row))
         tl.store(column + 9 * sessions, tl.sum(tl.where(lost != 0, 1, 0) << place))
+        tl.store(column + 10 * sessions, tl.load(selected_ptr + number, mask=is_verified, other=0))
+        tl.store(column + 11 * sessions, tl.load(tree_ends_ptr + row, mask=is_verified, other=0))
         index = tl.arange(0, BLOCK_M)
         wide = words + _NUM_COLUMNS * sessions + number * most + index
         token = tl.load(tokens_ptr + row * most + index, mask=index < num_tokens, other=0)

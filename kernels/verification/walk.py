@@ -47,8 +47,11 @@ from outrider.kernels.pool.pack import PADDING, ROOT, Packed, PackedArrays
 from outrider.kernels.sampling.rows import PARAMETERS
 
 __all__ = [
+    "COUNTED_BITS",
+    "COUNTED_KINDS",
     "DRAFTERS_SHIFT",
     "MAX_RATES",
+    "MOST_COUNTED",
     "UNDECIDED",
     "Finish",
     "WalkRules",
@@ -64,6 +67,9 @@ UNDECIDED = -2
 """In `decided`: the row's child is the one with the token chosen there."""
 DRAFTERS_SHIFT = 16
 """Bits of `Walks.accepted` below those of the drafters."""
+COUNTED_KINDS, COUNTED_BITS = 3, 10
+"""Kinds of drafter, from 1, of which `Walks.selected` counts nodes, and its bits for each."""
+MOST_COUNTED = (1 << COUNTED_BITS) - 1
 
 # Words of a session's sampling parameters.
 _SEED_LOW, _SEED_HIGH, _CHOICE_INDEX = 0, 1, 6
@@ -87,6 +93,7 @@ _NONE, _STOP = tl.constexpr(int(Finish.NONE)), tl.constexpr(int(Finish.STOP))
 _LENGTH, _FAULT = tl.constexpr(int(Finish.LENGTH)), tl.constexpr(int(Finish.FAULT))
 _HELD_STATE, _FINISHED_STATE = tl.constexpr(int(RowState.HELD)), tl.constexpr(int(RowState.FINISHED))
 _SEED_LOW_WORD, _SEED_HIGH_WORD = tl.constexpr(_SEED_LOW), tl.constexpr(_SEED_HIGH)
+_KINDS, _BITS, _MOST_COUNTED = tl.constexpr(COUNTED_KINDS), tl.constexpr(COUNTED_BITS), tl.constexpr(MOST_COUNTED)
 _CHOICE_INDEX_WORD, _WORDS = tl.constexpr(_CHOICE_INDEX), tl.constexpr(PARAMETERS)
 
 
@@ -153,6 +160,7 @@ class WalksArrays(NamedTuple):
     num_accepted: Any
     num_emitted: Any
     finish: Any
+    selected: Any
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,6 +172,7 @@ class Walks:
     Attributes:
         tokens: [S, M] int32, emitted tokens, valid up to `num_tokens`.
         num_tokens: [S] int32; 0 for rows that are not in the round.
+        tree_ends: [S] int32, what `re_root` writes: a `TreeEnd` of each row.
 
     By number of the session in the step, written for all places of the bucket:
         accepted: [N, M] int32, valid up to `num_accepted`: of the j-th accepted node the offset of its row from the
@@ -171,6 +180,8 @@ class Walks:
         num_accepted: [N] int32: `num_emitted` where the walk ended at an accepted node, else one less.
         num_emitted: [N] int32, `num_tokens` of the session's row.
         finish: [N] int32, a `Finish`.
+        selected: [N] int32, how many of the session's rows kinds of drafter had proposed: 10 bits each for the kinds 1
+            to 3, lowest first, 1023 at most.
     """
 
     tokens: torch.Tensor
@@ -179,6 +190,8 @@ class Walks:
     num_accepted: torch.Tensor
     num_emitted: torch.Tensor
     finish: torch.Tensor
+    selected: torch.Tensor
+    tree_ends: torch.Tensor
     arrays: tuple[Any, ...] = field(init=False, repr=False)
     """On a CPU: `WalksArrays`."""
 
@@ -214,6 +227,8 @@ class Walks:
             num_accepted=column(sessions),
             num_emitted=column(sessions),
             finish=column(sessions),
+            selected=column(sessions),
+            tree_ends=column(pool.sessions),
         )
 
 
@@ -296,8 +311,10 @@ def _walk(pool_arrays: Any, packed_arrays: Any, columns: Any, rules_arrays: Any,
     for session in range(len(packed.pool_rows)):
         row, first, last = packed.pool_rows[session], packed.query_start[session], packed.query_start[session + 1]
         walks.num_accepted[session] = walks.num_emitted[session] = walks.finish[session] = 0
+        walks.selected[session] = 0
         if row < 0 or first == last or entries[first] != ROOT or rules.level[row] > level:
             continue
+        walks.selected[session] = _count_kinds(pool.drafters[row], entries[first + 1 : last])
         length, num_rates = pool.length[row], rules.num_rates[row]
         at, accepted, emitted = first, 0, 0
         while at >= 0:
@@ -346,6 +363,17 @@ def _walk(pool_arrays: Any, packed_arrays: Any, columns: Any, rules_arrays: Any,
             _repoint(
                 pool.table[row, length - 1 :], packed.slots[first:last], path[: min(accepted, emitted - 1)] - first
             )
+
+
+@compiled
+def _count_kinds(drafters: Any, entries: Any) -> int:
+    found = 0
+    for kind in range(1, COUNTED_KINDS + 1):
+        count = 0
+        for entry in entries:
+            count += (drafters[entry] >> kind) & 1
+        found |= min(count, MOST_COUNTED) << (COUNTED_BITS * (kind - 1))
+    return found
 
 
 @compiled
@@ -443,6 +471,7 @@ def _launch(
         walks.num_accepted,
         walks.num_emitted,
         walks.finish,
+        walks.selected,
         sessions,
         most,
         level,
@@ -486,6 +515,7 @@ def _walk_kernel(
     num_accepted_ptr,  # [N] int32
     num_emitted_ptr,  # [N] int32
     finish_ptr,  # [N] int32
+    selected_ptr,  # [N] int32
     sessions,
     most,
     level,
@@ -515,7 +545,7 @@ def _walk_kernel(
         kind = tl.load(entries_ptr + first, mask=count > 0, other=_PADDING)
         has_walk = (pool_row >= 0) & (kind == _ROOT)
         row = tl.maximum(pool_row, 0)
-        accepted, emitted, finish = 0, 0, _NONE + 0
+        accepted, emitted, finish, selected = 0, 0, _NONE + 0, 0
         if has_walk & (tl.load(level_ptr + row) <= level):
             token = tl.load(packed_tokens_ptr + first + index, mask=is_row, other=-1)
             slot = tl.load(slots_ptr + first + index, mask=is_row)
@@ -531,6 +561,9 @@ def _walk_kernel(
             is_child = is_row & (above >= 0)
             follows = is_child & (token == tl.gather(choice, tl.maximum(above, 0), 0))
             drafters = tl.load(drafters_ptr + row * C + entry, mask=is_child, other=0).to(tl.int32) & 0xFF
+            for kind in tl.static_range(1, _KINDS + 1):
+                count = tl.minimum(tl.sum((drafters >> kind) & 1), _MOST_COUNTED)
+                selected |= count << (_BITS * (kind - 1))
             # Of the synthetic rule, by depth.
             is_accepted = tl.zeros((BLOCK,), tl.int32)
             if num_rates > 0:
@@ -606,6 +639,7 @@ def _walk_kernel(
         tl.store(num_accepted_ptr + program, accepted)
         tl.store(num_emitted_ptr + program, emitted)
         tl.store(finish_ptr + program, finish)
+        tl.store(selected_ptr + program, selected)
 
 
 @jit

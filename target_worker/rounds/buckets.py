@@ -140,6 +140,27 @@ class RoundTimes:
             beyond_ns = max(round_ns - self._captured_ns[bucket], 0.0)
             self._beyond_ns += _BEYOND_SHARE * (beyond_ns - self._beyond_ns)
 
+    def plain_ns(self, bucket: int | None, shape: StepShape, round_ns: int, *, sessions: int) -> int:
+        """Return what a round would have taken without nodes, which is never more than it took.
+
+        Args:
+            bucket, shape, round_ns: as `note` takes them.
+            sessions: with verified rows.
+        """
+        if not self._captured_ns:
+            saved_ns = (self._cost.row_ns or 0.0) * (shape.verify_rows - sessions)
+        elif bucket is None:
+            # The same bucket serves rounds with processors, nodes or not.
+            saved_ns = 0.0
+        else:
+            fitting = [
+                self._captured_ns[number]
+                for number, other in enumerate(self._buckets)
+                if other.prefill >= shape.prefill_rows and min(other.rows, other.sessions) >= sessions
+            ]
+            saved_ns = self._captured_ns[bucket] - min(fitting, default=self._captured_ns[bucket])
+        return round_ns - int(min(max(saved_ns, 0.0), round_ns))
+
     def note_accepted(self, accepted: int, expected: float) -> None:
         """Learn how many nodes were accepted of what their values let expect."""
         if expected > 0:

@@ -250,6 +250,8 @@ class RoundLoop:
             allow=WITHOUT_LIMIT,
             mode=request.mode,
             sync_wait_ns=1_000_000 * request.sync_wait_ms,
+            max_nodes=request.max_nodes,
+            max_depth=request.max_depth,
             grammar=self._grammar_of(sampling),
             cached_tokens=0 if held is None else held.cached_tokens,
             reached=0
@@ -440,20 +442,24 @@ class RoundLoop:
         self._has_changed = True
         self.rounds_read += 1
         self._can_run = read.runnable > 0
-        self._learn(launched, read)
+        plain_ns = self._learn(launched, read)
         logprobs, earlier = self._program.logprobs(report.round), len(self._results)
         self._note_chunks(launched, read)
         for number in range(read.sessions):
             if (session := self._session_of(read, number)) is not None:
                 self._commit(session, number, read, logprobs)
         prefill_rows = sum(chunk.size for chunk in launched.chunks)
-        self.observer.reported(read, self._results[earlier:], prefill_rows=prefill_rows)
+        self.observer.reported(read, self._results[earlier:], prefill_rows=prefill_rows, plain_ns=plain_ns)
         for released in report.released:
             if released.closed:
                 self._kv.end(released.row, self._closing.pop(released.row))
 
-    def _learn(self, launched: _Launched, read: RoundReport) -> None:
-        """Learn what the round took, from the end of the one before if this one had begun by then."""
+    def _learn(self, launched: _Launched, read: RoundReport) -> int:
+        """Learn what the round took, from the end of the one before if this one had begun by then.
+
+        Returns:
+            What it would have taken without nodes, in nanoseconds.
+        """
         columns = read.columns[:, : read.sessions]
         shape = StepShape(
             verify_rows=read.verified_rows,
@@ -464,9 +470,11 @@ class RoundLoop:
         began, ended = read.times_ns[RoundTime.BEGAN], read.times_ns[RoundTime.ENDED]
         tokens = int(columns[ReportColumn.TOKENS].sum())
         bucket = launched.bucket if launched.level is Level.PLAIN else None
-        self._times.note(bucket, shape, ended - max(began, self._ended_ns), tokens=tokens)
+        round_ns = ended - max(began, self._ended_ns)
+        self._times.note(bucket, shape, round_ns, tokens=tokens)
         self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
         self._ended_ns, self._verified_rows = ended, read.verified_rows
+        return self._times.plain_ns(bucket, shape, round_ns, sessions=read.sessions)
 
     def _session_of(self, read: RoundReport, number: int) -> Session | None:
         """The session of a report's column; None if its row has been closed since."""
@@ -517,6 +525,8 @@ class RoundLoop:
                 tokens=tokens,
                 accepted=len(accepted),
                 selected=rows - 1,
+                selected_by_kind=read.selected_by_kind(number),
+                tree_end=read.tree_end(number),
                 drafters=drafters,
                 finish=finish,
                 logprobs=read.logprobs(number, len(tokens), session.sampling.logprobs, logprobs),

@@ -52,7 +52,9 @@ class RoundNotes(RoundObserver):
         if len(self._kinds) == 1:
             self._begin()
 
-    def reported(self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int) -> None:
+    def reported(
+        self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int, plain_ns: int
+    ) -> None:
         """See `RoundObserver`."""
         kind, taken_s = self._kinds.popleft(), time.monotonic() - self._began_s
         self._usual_s[kind] = max(_FORGET * self._usual_s.get(kind, 0.0), taken_s)
@@ -63,7 +65,7 @@ class RoundNotes(RoundObserver):
         self._ended_ns = times_ns[RoundTime.ENDED]
         rows, sessions = report.verified_rows + prefill_rows, report.sessions + report.chunks
         if results:
-            self.costs[results[0].round] = RoundCost(step_ns, forward_ns, rows, sessions)
+            self.costs[results[0].round] = RoundCost(step_ns, forward_ns, rows, sessions, plain_ns)
         if not rows:
             # Commands alone took effect.
             return

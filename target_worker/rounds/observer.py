@@ -9,13 +9,16 @@ from outrider.target_worker.rounds.session import Level, SessionResult
 class RoundObserver:
     """Hooks that a `RoundLoop` calls as it works; these do nothing."""
 
-    def reported(self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int) -> None:
+    def reported(
+        self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int, plain_ns: int
+    ) -> None:
         """Take a round's report that has been read.
 
         Args:
             report: the round.
             results: of its sessions.
             prefill_rows: rows of prompts that it was launched with.
+            plain_ns: what it would have taken without nodes.
         """
 
     def planning(self) -> None:

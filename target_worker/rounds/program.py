@@ -211,6 +211,8 @@ class RoundProgram:
             (pool.history[row], session.history[: session.length]),
             (pool.table[row], slots),
             (pool.stops[row], np.array(stops + [-1] * (MAX_STOPS - len(stops)), np.int32)),
+            (pool.max_nodes[row : row + 1], np.array([session.max_nodes], np.int32)),
+            (pool.max_depth[row : row + 1], np.array([session.max_depth + 1], np.int32)),
             (pool.min_end[row : row + 1], np.array([session.prompt_len + sampling.min_new_tokens], np.int32)),
             (self._parameters[row], np.frombuffer(sampling.record, np.int32)),
             (rules.level[row : row + 1], np.array([session.level], np.int32)),
@@ -352,7 +354,7 @@ class RoundProgram:
         choices, decided = self._choose(bucket, level, logits, hosted, masks)
         walk(pool, packed, choices, decided, self._rules, self._parameters, self._walks, level=level)
         mark_time(self._times, RoundTime.WALKED)
-        re_root(pool, self._walks.tokens, self._walks.num_tokens)
+        re_root(pool, self._walks.tokens, self._walks.num_tokens, self._walks.tree_ends)
         reports, rounds = self.memory.reports, self._rounds
         if level >= Level.PROCESSED:
             count_tokens(self._processors, self._walks.tokens, self._walks.num_tokens)

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.report import ReportColumn, RoundCounts, RoundTime
-from outrider.kernels.verification.walk import DRAFTERS_SHIFT, Finish
+from outrider.kernels.verification.walk import COUNTED_BITS, COUNTED_KINDS, DRAFTERS_SHIFT, MOST_COUNTED, Finish
 from outrider.target_worker.sessions import TokenLogprobs
 
 
@@ -66,6 +67,15 @@ class RoundReport:
         accepted = self._accepted[number, : self.columns[ReportColumn.ACCEPTED, number]]
         offsets, drafters = accepted & (1 << DRAFTERS_SHIFT) - 1, accepted >> DRAFTERS_SHIFT & 0xFF
         return tokens.tolist(), offsets.tolist(), drafters.tolist()
+
+    def selected_by_kind(self, number: int) -> list[int]:
+        """Return how many of a session's nodes drafters of kind 1, 2 and 3 had proposed."""
+        counts = int(self.columns[ReportColumn.SELECTED, number])
+        return [counts >> COUNTED_BITS * kind & MOST_COUNTED for kind in range(COUNTED_KINDS)]
+
+    def tree_end(self, number: int) -> TreeEnd:
+        """Return where the round has left a session's tree."""
+        return TreeEnd(int(self.columns[ReportColumn.TREE_END, number]))
 
     def finish(self, number: int) -> Finish:
         """Return why a session has ended."""

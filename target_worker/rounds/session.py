@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import SessionGrammar
-from outrider.kernels.verification.walk import Finish
+from outrider.kernels.pool.re_root import TreeEnd
+from outrider.kernels.verification.walk import COUNTED_KINDS, Finish
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.host_part import needs_host
-from outrider.target_worker.sessions import SessionFault, SessionKey, SpeculationMode, TokenLogprobs
+from outrider.target_worker.sessions import WITHOUT_BOUND, SessionFault, SessionKey, SpeculationMode, TokenLogprobs
 
 # Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
 _MOST_DISTRIBUTIONS = 512
@@ -47,6 +48,8 @@ class Session:
         allow: the length up to which it may run ahead of its client; 0 holds it.
         mode: when its trees are verified.
         sync_wait_ns: how long it waits for a tree in sync mode.
+        max_nodes: most nodes of it in a round.
+        max_depth: depth of the deepest of them.
         is_unread: whether nobody reads its results.
         is_alone: whether no other session may take part in its rounds.
         is_aside: whether the next round is another's that runs alone, or of all others.
@@ -80,6 +83,8 @@ class Session:
     allow: int
     mode: SpeculationMode = SpeculationMode.ASYNC
     sync_wait_ns: int = 0
+    max_nodes: int = WITHOUT_BOUND
+    max_depth: int = WITHOUT_BOUND
     is_unread: bool = False
     is_alone: bool = False
     is_aside: bool = False
@@ -183,6 +188,8 @@ class SessionResult:
         tokens: committed by the round, in order.
         accepted: nodes among them.
         selected: nodes that were verified.
+        selected_by_kind: [3] of these, those that a drafter of kind 1, 2 and 3 had proposed.
+        tree_end: where the round has left the session's tree.
         drafters: for each accepted node the bit set of the kinds of drafter that had proposed it.
         finish: why the session has ended; NONE if it goes on.
         logprobs: of the tokens, where the session asked for them.
@@ -197,6 +204,8 @@ class SessionResult:
     tokens: Sequence[int] = ()
     accepted: int = 0
     selected: int = 0
+    selected_by_kind: Sequence[int] = (0,) * COUNTED_KINDS
+    tree_end: TreeEnd = TreeEnd.NONE
     drafters: Sequence[int] = ()
     finish: Finish = Finish.NONE
     logprobs: TokenLogprobs | None = None

@@ -18,8 +18,9 @@ from outrider.coordinator.sessions.messages import (
     SessionFault,
     SessionOpening,
     SpeculationMode,
+    TreeEnd,
 )
-from outrider.coordinator.workers.latency import Latency
+from outrider.coordinator.workers.links import Latency
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import target_pb2
@@ -102,7 +103,8 @@ class TargetSession:
             for node in place.nodes.values():
                 if path := node.below(self.tokens):
                     found[path] = found.get(path, 0) | 1 << node.source
-        return Tree(list(found.items())[: self.opening.sync_nodes])
+        within = {path: bits for path, bits in found.items() if len(path) <= self.opening.max_depth}
+        return Tree(list(within.items())[: self.opening.max_nodes])
 
     @property
     def lost(self) -> int:
@@ -304,7 +306,13 @@ class FakeTarget:
         self.rounds.append(done)
         rows = sum(1 + outcome.selected for outcome in outcomes)
         return RoundResults(
-            outcomes=outcomes, faults=faults, step_ns=1000, forward_ns=900, rows=rows, number=len(self.rounds)
+            outcomes=outcomes,
+            faults=faults,
+            step_ns=1000,
+            forward_ns=900,
+            rows=rows,
+            plain_ns=800,
+            number=len(self.rounds),
         )
 
     def choose(self, session: TargetSession) -> int:
@@ -331,10 +339,19 @@ class FakeTarget:
             token_ids=path,
             accepted=len(sources),
             selected=len(tree),
+            selected_by_source=[sum(bits >> source & 1 for bits in tree.values()) for source in GrowthSource],
             sources=sources,
             is_over=is_over,
             lost=session.lost,
+            tree_end=tree_end(tree, path),
         )
+
+
+def tree_end(tree: Tree, path: tuple[int, ...]) -> TreeEnd:
+    """Where committed tokens have left a tree."""
+    if path in tree:
+        return TreeEnd.COVERED
+    return TreeEnd.MISSED if any(other[:-1] == path[:-1] for other in tree) else TreeEnd.STARVED
 
 
 @dataclass

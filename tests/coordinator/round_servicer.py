@@ -86,12 +86,14 @@ class RoundServicer(target_pb2_grpc.TargetServiceServicer):
             tokens=[token for outcome in outcomes for token in outcome.token_ids],
             accepted_counts=[outcome.accepted for outcome in outcomes],
             selected_counts=[outcome.selected for outcome in outcomes],
+            selected_by_source=[count for outcome in outcomes for count in outcome.selected_by_source],
             accepted_sources=[sources for outcome in outcomes for sources in outcome.sources],
             finishes=[
                 target_pb2.FINISH_LENGTH if outcome.is_over else target_pb2.FINISH_UNSPECIFIED for outcome in outcomes
             ],
             cached_tokens=[outcome.cached_tokens for outcome in outcomes],
             lost=[outcome.lost for outcome in outcomes],
+            tree_ends=[target_pb2.TreeEnd.ValueType(outcome.tree_end) for outcome in outcomes],
             logprobs=[_logprobs(row, outcome) for row, outcome in enumerate(outcomes)],
             errors=[
                 common_pb2.SessionError(
@@ -114,7 +116,7 @@ def _opening(message: common_pb2.SessionOpen) -> SessionOpening:
         mode=_MODES[limits.mode],
         max_live_nodes=limits.max_live_nodes,
         max_depth=limits.max_depth,
-        sync_nodes=limits.sync_nodes,
+        max_nodes=limits.max_nodes,
         sync_wait_ms=limits.sync_wait_ms,
         weights=message.weights,
     )

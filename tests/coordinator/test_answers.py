@@ -23,6 +23,8 @@ def results(**changes) -> target_pb2.RoundResults:
         "finishes": [target_pb2.FINISH_UNSPECIFIED, target_pb2.FINISH_LENGTH],
         "cached_tokens": [0, 4],
         "lost": [0, 1],
+        "selected_by_source": [3, 1, 0, 0, 0, 0],
+        "tree_ends": [target_pb2.TREE_END_MISSED, target_pb2.TREE_END_STARVED],
     }
     return target_pb2.RoundResults(**columns | changes)
 
@@ -35,6 +37,8 @@ def test_what_a_target_says_is_taken():
     check(results())
     # A walk that ended at a stop token has no final one.
     check(results(token_counts=[2, 1], tokens=[5, 6, 8]))
+    # All nodes are of one source.
+    check(results(selected_by_source=[]))
     # Nothing was committed: growth was lost.
     check(results(token_counts=[3, 0], tokens=[5, 6, 7]))
     # No round has ended: a session was not opened.
@@ -56,6 +60,9 @@ def test_what_a_target_says_is_taken():
         {"finishes": []},
         {"cached_tokens": [0]},
         {"lost": []},
+        {"tree_ends": [target_pb2.TREE_END_COVERED]},
+        {"selected_by_source": [3, 0, 0]},
+        {"selected_by_source": [3, 1, 0, 0, 1, 0]},
         {"accepted_sources": [2]},
         {"logprobs": [target_pb2.Logprobs(row=2)]},
         # Of two tokens without an accepted node, what follows would hang below no node that anybody has grown.
@@ -66,6 +73,7 @@ def test_what_a_target_says_is_taken():
         # 2^64 - 1 ns in one report, and no one could be told of the server's state any more.
         {"report": common_pb2.StepReport(step_ns=(1 << 64) - 1)},
         {"report": common_pb2.StepReport(forward_ns=1 << 63)},
+        {"report": common_pb2.StepReport(plain_ns=1 << 63)},
         {"report": common_pb2.StepReport(tokens=(1 << 32) - 1)},
     ],
 )

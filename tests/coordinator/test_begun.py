@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from outrider.coordinator.workers.begun import Begun
+from outrider.coordinator.workers.worker_link import Begun
 
 
 async def test_it_runs_to_its_first_wait_at_once_and_goes_on_where_it_is_awaited():

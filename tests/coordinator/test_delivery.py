@@ -143,6 +143,7 @@ class Answering(Stream):
                 session_ids=self.open, epochs=self.open.values(), token_counts=[1] * count, tokens=[token] * count,
                 accepted_counts=none, selected_counts=none, cached_tokens=none, lost=none,
                 finishes=[target_pb2.FINISH_UNSPECIFIED] * count,
+                tree_ends=[target_pb2.TREE_END_STARVED] * count,
             )
         )  # fmt: skip
 

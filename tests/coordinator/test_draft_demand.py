@@ -26,8 +26,13 @@ async def test_the_counters_of_a_run_are_those_of_its_rounds(bench, make_request
     assert demand.tokens_total == 4 * 40
     assert demand.rounds_total == sum(result.speculation.verify_steps for _, result in results)
     assert 4 <= demand.bare_rounds_total < demand.rounds_total
-    # The fake target says 1 us of each of its rounds, the fake draft 1 ms of its steps.
+    # Of guesses that are right or wrong, and come late.
+    assert demand.missed_rounds_total > 0
+    assert demand.starved_rounds_total >= 4
+    assert demand.missed_rounds_total + demand.starved_rounds_total <= demand.rounds_total
+    # The fake target says 1 us of each of its rounds, 0.8 without nodes; the fake draft 1 ms of its steps.
     assert demand.target_ns_total == 1000 * len(target.rounds)
+    assert demand.plain_ns_total == 800 * len(target.rounds)
     assert demand.draft_ns_total == demand.draft_steps_total * 1_000_000
     assert demand.grown_sessions_total == demand.draft_steps_total > 0
     # Six levels, each below one node.
@@ -73,7 +78,7 @@ async def test_nodes_below_one_parent_are_one_expansion(bench, make_request):
 
 
 def test_the_message_has_a_field_for_every_counter():
-    demand = DraftDemand(rounds=3, tokens=7, missed_rounds=1, starved_rounds=2, bare_rounds=4, target_ns=9.0)
+    demand = DraftDemand(rounds=3, tokens=7, missed_rounds=1, starved_rounds=2, bare_rounds=4, target_ns=9)
     demand.plain_ns, demand.draft_steps, demand.draft_ns, demand.grown_sessions, demand.expanded_nodes = 8, 1, 2.6, 4, 5
     message = demand.message(sessions=2, undrafted_sessions=1)
     assert (message.rounds_total, message.tokens_total, message.target_ns_total, message.plain_ns_total) == (3, 7, 9, 8)

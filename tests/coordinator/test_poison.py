@@ -14,7 +14,7 @@ from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import PoisonRequest, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 
-POISON = 13
+POISON, OTHER_POISON = 13, 17
 
 
 def make_request(number: int, tokens: int = 60) -> GenerationRequest:
@@ -42,7 +42,7 @@ class CrashingTarget(FakeTarget):
     def verify(self, trees, failing):
         taking_part = [session for session, _ in trees.values()]
         for session in taking_part:
-            if session.tokens[0] == POISON and len(session.tokens) - 3 >= self.crash_after:
+            if session.tokens[0] in {POISON, OTHER_POISON} and len(session.tokens) - 3 >= self.crash_after:
                 self.crashes.append([session.tokens[0] for session in taking_part])
                 raise WorkerUnavailable("Socket closed")
         return super().verify(trees, failing)
@@ -86,6 +86,46 @@ async def test_the_second_crash_says_who_it_is_and_neighbours_go_on(bench, expec
     assert len(cluster.crashes) == 2
 
 
+@pytest.mark.parametrize("crash_after", [0, 10])
+async def test_two_poisonous_requests_at_once_are_found_and_nobody_else(crash_after, bench, expect_output):
+    cluster = Cluster(bench, targets=6, crash_after=crash_after)
+    bench.limits.max_sessions = 8
+    numbers = [1, POISON, 2, OTHER_POISON, 4, 5]
+    tasks = [asyncio.create_task(bench.generate(make_request(number))) for number in numbers]
+    async with asyncio.timeout(20):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, result in zip(numbers, results, strict=True):
+        if number in {POISON, OTHER_POISON}:
+            assert isinstance(result, PoisonRequest)
+        else:
+            assert not isinstance(result, BaseException), result
+            assert result[0] == [expect_output(make_request(number).prompt_token_ids, make_request(number).sampling)]
+    # At one target or at two, then each by itself.
+    assert 3 <= len(cluster.crashes) <= 4
+    assert sorted(cluster.crashes[-2:]) == [[POISON], [OTHER_POISON]]
+    assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
+
+
+@pytest.mark.parametrize("crash_after", [0, 10])
+async def test_a_poisonous_request_that_comes_during_a_trial_is_not_held_against_who_is_tried(
+    crash_after, bench, expect_output
+):
+    """It takes turns with a suspect, which has done nothing."""
+    first = bench.add_target("first", step_s=0.002)
+    innocent = asyncio.create_task(bench.generate(make_request(1)))
+    while not first.rounds:
+        await asyncio.sleep(0.001)
+    cluster = Cluster(bench, targets=4, crash_after=crash_after)
+    first.is_lost = True
+    poisonous = asyncio.create_task(bench.generate(make_request(POISON)))
+    async with asyncio.timeout(20):
+        outputs, _ = await innocent
+        with pytest.raises(PoisonRequest):
+            await poisonous
+    assert outputs == [expect_output(make_request(1).prompt_token_ids, make_request(1).sampling)]
+    assert 2 <= len(cluster.crashes) <= 3
+
+
 async def test_a_worker_that_comes_back_has_not_crashed(bench, expect_output):
     """Two links break one after the other below one request, but both processes live on."""
     first = bench.add_target("first", step_s=0.005)
@@ -109,6 +149,7 @@ async def test_strikes_are_counted_since_the_last_clearing_and_the_last_has_to_b
     bench.add_target()
     generation = bench.scheduler.submit(make_request(1), [TextStream(None)])
     (session,) = generation.sessions
+    neighbour = bench.scheduler.submit(make_request(2), [TextStream(None)])
     suspects = Suspects()
     for _ in range(5):
         suspects.note_loss("worker", [session], LossKind.BROKEN)
@@ -116,8 +157,11 @@ async def test_strikes_are_counted_since_the_last_clearing_and_the_last_has_to_b
             assert not suspects.condemns(session)
             suspects.note_result(session)
     for _ in range(2):
-        suspects.note_loss("worker", [session, session], LossKind.BROKEN)
+        suspects.note_loss("worker", [session, *neighbour.sessions], LossKind.BROKEN)
         assert not suspects.condemns(session)
+    # Nobody is there by chance so often.
+    suspects.note_loss("worker", [session, *neighbour.sessions], LossKind.BROKEN)
+    assert suspects.condemns(session)
     suspects.forget(session)
     # A process that hangs may register once more before it ends.
     suspects.note_loss("worker", [session], LossKind.HUNG)
@@ -125,6 +169,7 @@ async def test_strikes_are_counted_since_the_last_clearing_and_the_last_has_to_b
     suspects.note_loss("another", [session], LossKind.HUNG)
     assert suspects.condemns(session)
     generation.cancel()
+    neighbour.cancel()
 
 
 async def test_strikes_outlive_a_request_that_ends_for_want_of_a_target(make_bench):
@@ -213,15 +258,15 @@ async def test_silence_makes_no_suspects_and_a_return_within_the_wait_frees(benc
 
 
 async def test_of_a_request_that_is_refused_nothing_is_kept(make_bench):
-    """One of its choices has crashed two targets: the others of them must not run for nobody."""
+    """Both choices crash a target, and one of them another: the other one must not run for nobody."""
     bench = make_bench(target_wait_s=0)
     bench.add_target("first", step_s=0.001)
     request = replace(make_request(POISON), n=2, received={0: tuple(range(7))})
-    cluster = Cluster(bench, targets=2, crash_after=0)
+    cluster = Cluster(bench, targets=3, crash_after=0)
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
     with pytest.raises((WorkerUnavailable, PoisonRequest)):
         await bench.generate(request)
-    assert len(cluster.crashes) == 2
+    assert len(cluster.crashes) == 3
     third = bench.add_target("third", step_s=0.001)
     with pytest.raises(PoisonRequest):
         bench.scheduler.submit(request, [TextStream(None), TextStream(None)])

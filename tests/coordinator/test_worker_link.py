@@ -8,7 +8,14 @@ import grpc.aio
 import pytest
 from tests.coordinator.streams import LinkToStream, Stream, settle
 
-from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionOpening, SpeculationMode
+from outrider.coordinator.sessions.messages import (
+    FaultKind,
+    Outcome,
+    RoundResults,
+    SessionOpening,
+    SpeculationMode,
+    TreeEnd,
+)
 from outrider.coordinator.workers.links import DraftLink
 from outrider.coordinator.workers.target_peer import WITHOUT_BOUND
 from outrider.growth_source import GrowthSource
@@ -47,7 +54,7 @@ def opening(session_id: int, epoch: int = 1) -> SessionOpening:
         mode=SpeculationMode.ASYNC,
         max_live_nodes=0,
         max_depth=8,
-        sync_nodes=8,
+        max_nodes=8,
     )
 
 
@@ -213,6 +220,8 @@ async def test_a_rounds_results_are_told_by_session():
         finishes=[target_pb2.FINISH_UNSPECIFIED] * 2 + [target_pb2.FINISH_STOP],
         cached_tokens=[1, 0, 0],
         lost=[0, 5, 0],
+        selected_by_source=[2, 2, 0, 0, 0, 0, 4, 0, 0],
+        tree_ends=[target_pb2.TREE_END_MISSED, target_pb2.TREE_END_UNSPECIFIED, target_pb2.TREE_END_COVERED],
         logprobs=[
             target_pb2.Logprobs(
                 row=2, token_logprobs=floats_to_bytes([-0.5]), top_count=2, top_token_ids=[8, 3],
@@ -220,19 +229,24 @@ async def test_a_rounds_results_are_told_by_session():
             )
         ],
         errors=[common_pb2.SessionError(session_id=12, epoch=3, code=8, message="full")],
-        report=common_pb2.StepReport(step_ns=50, forward_ns=40, tokens=10, sessions=2),
+        report=common_pb2.StepReport(step_ns=50, forward_ns=40, tokens=10, sessions=2, plain_ns=45),
         load=common_pb2.WorkerLoad(sessions=3),
     )  # fmt: skip
     ((results,), lost) = await results_of(message)
     assert not lost
     first, second, third = results.outcomes
-    assert first == Outcome(7, 1, [5, 6, 7], accepted=2, selected=3, sources=[2, 6], cached_tokens=1)
-    assert second == Outcome(9, 2, [], sources=[], lost=5)
+    assert first == Outcome(
+        7, 1, [5, 6, 7], accepted=2, selected=3, selected_by_source=[2, 2, 0], sources=[2, 6], cached_tokens=1,
+        tree_end=TreeEnd.MISSED,
+    )  # fmt: skip
+    assert second == Outcome(9, 2, [], selected_by_source=[0, 0, 0], sources=[], lost=5)
+    assert (third.selected_by_source, third.tree_end) == ([4, 0, 0], TreeEnd.COVERED)
     assert third.logprobs is not None
     assert (third.token_ids, third.is_over, third.logprobs.top_token_ids) == ([8], True, [[8, 3]])
     ((session_id, epoch, fault),) = results.faults
     assert (session_id, epoch, fault.kind, fault.message) == (12, 3, FaultKind.NO_ROOM, "full")
     assert (results.step_ns, results.forward_ns, results.rows, results.number) == (50, 40, 10, 1)
+    assert results.plain_ns == 45
 
 
 @pytest.mark.parametrize(
@@ -267,7 +281,7 @@ async def test_what_an_opening_asks_for_is_what_a_target_is_told():
     await settle()
     (message,) = gate.written
     (told,) = message.opens
-    assert (told.session_id, told.epoch, told.limits.sync_nodes, list(told.sources)) == (3, 1, 8, [])
+    assert (told.session_id, told.epoch, told.limits.max_nodes, list(told.sources)) == (3, 1, 8, [])
     assert changed.sources == frozenset(GrowthSource)
     await link.close()
 

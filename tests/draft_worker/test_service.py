@@ -112,7 +112,7 @@ class Stream:
 
 
 def opening(session_id: int = 1, *, epoch: int = 1, prompt: Any = (1, 2, 3), **limits: int) -> common_pb2.SessionOpen:
-    bounds = {"mode": ASYNC, "max_live_nodes": 20, "max_depth": 8, "sync_nodes": 12} | limits
+    bounds = {"mode": ASYNC, "max_live_nodes": 20, "max_depth": 8, "max_nodes": 12} | limits
     return common_pb2.SessionOpen(
         session_id=session_id,
         epoch=epoch,
@@ -338,7 +338,7 @@ async def test_what_cannot_be_used_is_refused_although_nothing_follows_it(worker
 
 async def test_unset_limits_are_the_workers_own(worker: Worker):
     async with worker.stream() as stream:
-        await stream.send(opens=[opening(1, mode=0, max_live_nodes=0, max_depth=0, sync_nodes=0)])
+        await stream.send(opens=[opening(1, mode=0, max_live_nodes=0, max_depth=0, max_nodes=0)])
         await stream.take_until(lambda: len(stream.nodes.get(1, {})) > 50)
 
 

@@ -191,7 +191,7 @@ async def test_columns_of_different_lengths_end_the_stream(service):
 async def test_sync_trees_give_the_same_tokens_one_round_each(service, reference_model):
     plain = plain_decode(reference_model, PROMPT, SAMPLED).tokens
     coordinator, chance = Coordinator(service), random.Random(2)
-    await coordinator.open(1, SAMPLED, mode=2, sync_nodes=8, sync_wait_ms=10**9)
+    await coordinator.open(1, SAMPLED, mode=2, max_nodes=8, sync_wait_ms=10**9)
     await coordinator.change(1, 0, TAKEN)
     nodes: list[int] = []
     while (1, 1) not in coordinator.finishes:

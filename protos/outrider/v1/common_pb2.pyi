@@ -160,18 +160,18 @@ class DraftDistributions(_message.Message):
     def __init__(self, counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class SpeculationLimits(_message.Message):
-    __slots__ = ("mode", "max_live_nodes", "max_depth", "sync_nodes", "sync_wait_ms")
+    __slots__ = ("mode", "max_live_nodes", "max_depth", "max_nodes", "sync_wait_ms")
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_LIVE_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
-    SYNC_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     SYNC_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationMode
     max_live_nodes: int
     max_depth: int
-    sync_nodes: int
+    max_nodes: int
     sync_wait_ms: int
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_live_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., sync_nodes: _Optional[int] = ..., sync_wait_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_live_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ..., sync_wait_ms: _Optional[int] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
     __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits", "sources", "traceparent", "weights")
@@ -196,16 +196,18 @@ class SessionOpen(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[GrowthSource, str]]] = ..., traceparent: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step_ns", "forward_ns", "tokens", "sessions")
+    __slots__ = ("step_ns", "forward_ns", "tokens", "sessions", "plain_ns")
     STEP_NS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_NS_FIELD_NUMBER: _ClassVar[int]
     step_ns: int
     forward_ns: int
     tokens: int
     sessions: int
-    def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
+    plain_ns: int
+    def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., plain_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration", "step_age_ms", "preparing", "coordinators", "weights")

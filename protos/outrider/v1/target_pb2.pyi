@@ -20,6 +20,13 @@ class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_UNSPECIFIED: _ClassVar[Finish]
     FINISH_STOP: _ClassVar[Finish]
     FINISH_LENGTH: _ClassVar[Finish]
+
+class TreeEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TREE_END_UNSPECIFIED: _ClassVar[TreeEnd]
+    TREE_END_COVERED: _ClassVar[TreeEnd]
+    TREE_END_MISSED: _ClassVar[TreeEnd]
+    TREE_END_STARVED: _ClassVar[TreeEnd]
 PLACE_CHANGE_UNSPECIFIED: PlaceChange
 PLACE_CHANGE_TAKEN: PlaceChange
 PLACE_CHANGE_LEFT: PlaceChange
@@ -27,6 +34,10 @@ PLACE_CHANGE_RESENT: PlaceChange
 FINISH_UNSPECIFIED: Finish
 FINISH_STOP: Finish
 FINISH_LENGTH: Finish
+TREE_END_UNSPECIFIED: TreeEnd
+TREE_END_COVERED: TreeEnd
+TREE_END_MISSED: TreeEnd
+TREE_END_STARVED: TreeEnd
 
 class ReloadRequest(_message.Message):
     __slots__ = ("path", "swap")
@@ -131,7 +142,7 @@ class SessionBounds(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., allow: _Optional[_Iterable[int]] = ..., alone: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class RoundResults(_message.Message):
-    __slots__ = ("session_ids", "epochs", "token_counts", "tokens", "accepted_counts", "selected_counts", "accepted_sources", "finishes", "cached_tokens", "lost", "logprobs", "errors", "report", "load")
+    __slots__ = ("session_ids", "epochs", "token_counts", "tokens", "accepted_counts", "selected_counts", "accepted_sources", "finishes", "cached_tokens", "lost", "logprobs", "errors", "report", "load", "selected_by_source", "tree_ends")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +157,8 @@ class RoundResults(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SELECTED_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TREE_ENDS_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     token_counts: _containers.RepeatedScalarFieldContainer[int]
@@ -160,4 +173,6 @@ class RoundResults(_message.Message):
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
     report: _common_pb2.StepReport
     load: _common_pb2.WorkerLoad
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., selected_counts: _Optional[_Iterable[int]] = ..., accepted_sources: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[Finish, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    selected_by_source: _containers.RepeatedScalarFieldContainer[int]
+    tree_ends: _containers.RepeatedScalarFieldContainer[TreeEnd]
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., selected_counts: _Optional[_Iterable[int]] = ..., accepted_sources: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[Finish, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., selected_by_source: _Optional[_Iterable[int]] = ..., tree_ends: _Optional[_Iterable[_Union[TreeEnd, str]]] = ...) -> None: ...

@@ -16,6 +16,7 @@ import numpy as np
 
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.pack import COMMITTED, ROOT
+from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.pool.records import TOKENS_PER_RECORD, RecordKind, Verdict
 from outrider.kernels.pool.select import SHORT_GAP
 
@@ -85,6 +86,7 @@ class NaiveSession:
         self.stops: set[int] = set()
         self.min_end = 0
         self.max_nodes = self.max_depth = capacity
+        self.tree_end = TreeEnd.NONE
         self.generation = 0
         self.state = RowState.EMPTY
         self.path: list[Node] = []
@@ -249,14 +251,18 @@ class NaiveSession:
 
     def re_root(self, tokens: Sequence[int]) -> None:
         """Commit `tokens`."""
+        self.tree_end = TreeEnd.NONE
         if not tokens:
             return
         before = self.length
         walked: list[Node] = []
+        self.tree_end = TreeEnd.COVERED
         for token in tokens:
             child = self.root.children.get(token)
             if child is not None:
                 walked.append(child)
+            elif self.tree_end is TreeEnd.COVERED:
+                self.tree_end = TreeEnd.MISSED if self.root.children else TreeEnd.STARVED
             self._commit_node(child or Node(token))
         if self.owns_slots:
             self._cache_walked(walked, before)
@@ -289,7 +295,7 @@ class NaiveSession:
     def is_eligible(self, entry: Node, least_value: float) -> bool:
         """Return whether a step may select the entry."""
         end = self.end if self.owns_slots else min(self.end, self.allow)
-        is_new = not self.owns_slots or (entry.slot < 0 and self.depth(entry) < self.max_depth)
+        is_new = self.depth(entry) < self.max_depth and (not self.owns_slots or entry.slot < 0)
         may_be_reached = not entry.stopped and self.length + self.depth(entry) < end
         return is_new and may_be_reached and bool(self.value(entry) >= least_value)
 

@@ -86,8 +86,11 @@ class Pair:
         assert theirs[2].tolist() == num_commits.tolist()
         assert torch.equal(theirs[1].cpu()[is_written], commits[is_written])
         self.compare()
-        re_root_reference(self.loops, commits, num_commits)
-        re_root(self.kernels, *theirs[1:])
+        ends = torch.full_like(num_commits, -1)
+        its_ends = ends.to(self.device, copy=True)
+        re_root_reference(self.loops, commits, num_commits, ends)
+        re_root(self.kernels, *theirs[1:], its_ends)
+        assert its_ends.tolist() == ends.tolist()
         self.compare()
         if not self.drafts:
             # A prefill that nobody runs here: rows run as soon as they are opened.

@@ -192,8 +192,10 @@ class Both:
         width = max(1, *(len(new) for new in tokens))
         # What stands behind a row's tokens does not matter.
         padded = self._ints([[*new, *([1] * (width - len(new)))] for new in tokens])
-        re_root(self.pool, padded, self._ints([len(new) for new in tokens]))
+        tree_ends = self._ints([-1] * len(tokens))
+        re_root(self.pool, padded, self._ints([len(new) for new in tokens]), tree_ends)
         self.naive.re_root(tokens)
+        assert tree_ends.tolist() == [session.tree_end for session in self.naive.sessions]
         self.check()
 
     def check(self) -> None:
@@ -630,6 +632,7 @@ class Service:
             prompt,
             min_end=self._rng.randrange(30),
             max_nodes=self._rng.choice([3, 99]),
+            max_depth=self._rng.choice([3, 99]),
         )
         self._both.run(row)
         self._links[row] = [self._link(tuple(prompt)) for _ in range(self.habits.places)]

@@ -77,6 +77,8 @@ def random_round(seed: int, device: torch.device) -> Round:
     fill(walks.accepted, chance.integers(0, 1 << 20, (_SESSIONS, _MOST)))
     fill(walks.num_accepted, chance.integers(0, _MOST + 1, _SESSIONS))
     fill(walks.finish, chance.integers(0, 4, _SESSIONS))
+    fill(walks.selected, chance.integers(0, 1 << 30, _SESSIONS))
+    fill(walks.tree_ends, chance.integers(0, 4, _ROWS))
     pinned = device.type == "cuda"
     return Round(
         pool,
@@ -125,6 +127,8 @@ def test_a_report_says_what_the_round_has_left(seed):
             ReportColumn.LENGTH: int(pool.length[row]),
             ReportColumn.CACHED: int(pool.cached[row]),
             ReportColumn.LOST: sum(int(pool.lost[row, place]) << place for place in range(_PLACES)),
+            ReportColumn.SELECTED: int(walks.selected[number]) if is_verified else 0,
+            ReportColumn.TREE_END: int(walks.tree_ends[row]) if is_verified else 0,
         }
         assert {column: narrow[column, number] for column in expected} == expected
         wide = columns[len(ReportColumn) * _SESSIONS :]

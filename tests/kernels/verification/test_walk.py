@@ -245,6 +245,9 @@ class Round:
             assert walks.tokens[row, :emitted].tolist() == outcome.tokens
             assert int(walks.num_emitted[number]) == emitted
             assert Finish(int(walks.finish[number])) is outcome.finish
+            counted = [sum(drafters >> kind & 1 for drafters in session.drafters[1:]) for kind in (1, 2, 3)]
+            takes_part = session.level <= _LEVEL
+            assert int(walks.selected[number]) == takes_part * (counted[0] | counted[1] << 10 | counted[2] << 20)
             accepted = walks.accepted[number, : int(walks.num_accepted[number])].tolist()
             assert [word & (1 << DRAFTERS_SHIFT) - 1 for word in accepted] == outcome.accepted
             assert [word >> DRAFTERS_SHIFT for word in accepted] == [session.drafters[at] for at in outcome.accepted]
@@ -258,7 +261,7 @@ class Round:
                 moved = torch.tensor([session.slots[at] for at in order], dtype=torch.int32)
                 table[row, session.length - 1 : session.length - 1 + count] = moved
         nobody = slice(len(self.sessions), _PLACES)
-        for column in (walks.num_accepted, walks.num_emitted, walks.finish):
+        for column in (walks.num_accepted, walks.num_emitted, walks.finish, walks.selected):
             assert column[nobody].tolist() == [0] * (_PLACES - len(self.sessions))
             assert column[_PLACES:].tolist() == [_UNWRITTEN]
         assert walks.num_tokens.tolist() == num_tokens

@@ -1,0 +1,106 @@
+"""A stream that is cut without a word: packets are lost both ways, nobody closes the connection."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from tests.coordinator.fake_workers import FakeTarget
+from tests.coordinator.round_servicer import RoundServicer
+
+from outrider import rpc
+from outrider.coordinator.sessions.messages import RoundResults, SessionOpening, SpeculationMode
+from outrider.coordinator.workers.links import TargetLink
+from outrider.sampling import SamplingSpec
+from outrider.v1 import target_pb2_grpc
+
+
+class Wire:
+    """Connections to a port, by way of one of their own, until they are cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._is_cut = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def listen(self) -> str:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """From now on nothing arrives, and nothing is closed."""
+        self._is_cut.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers:
+            writer.close()
+        self._server.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, far_writer]
+        for ends in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.create_task(self._pass_on(*ends))
+            self._tasks.add(task)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if self._is_cut.is_set():
+                continue
+            writer.write(data)
+            await writer.drain()
+        if not self._is_cut.is_set():
+            writer.close()
+
+
+@pytest.fixture
+async def servicer() -> AsyncIterator[RoundServicer]:
+    servicer = RoundServicer(lambda: FakeTarget(step_s=0.001))
+    yield servicer
+
+
+@pytest.fixture
+async def port(servicer: RoundServicer) -> AsyncIterator[int]:
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield port
+    await server.stop(0)
+
+
+async def test_a_target_whose_results_do_not_arrive_any_more_is_lost(port, servicer):
+    """Its lease may go on: heartbeats travel another way. Both ends notice by themselves."""
+    wire = Wire(port)
+    lost, results = asyncio.get_running_loop().create_future(), list[RoundResults]()
+    link = TargetLink(
+        await wire.listen(), incarnation=1, vocab_size=50, on_results=results.append, on_lost=lost.set_result
+    )
+    link.open_session(
+        SessionOpening(
+            session_id=1,
+            epoch=1,
+            prompt=[1, 2],
+            output=[],
+            sampling=SamplingSpec(max_new_tokens=1 << 20),
+            mode=SpeculationMode.ASYNC,
+            max_live_nodes=0,
+            max_depth=8,
+            max_nodes=8,
+        )
+    )
+    try:
+        async with asyncio.timeout(60):
+            while not results:
+                await asyncio.sleep(0.01)
+            wire.cut()
+            reason = await lost
+            while servicer.open_streams:
+                await asyncio.sleep(0.01)
+        assert reason.startswith("UNAVAILABLE")
+    finally:
+        await link.close()
+        await wire.close()
