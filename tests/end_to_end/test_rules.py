@@ -65,16 +65,13 @@ def test_sampled_output_is_drafted_and_accepted(client, reference, prompts, rule
         if number >= 2 and accepted:
             break
         settings = {"max_new_tokens": 24, "ignore_eos": True, "logprobs": 1, "seed": number, "temperature": 0.8}
-        output = client.generate(prompt, verification=rule, speculation=speculation, trace=True, **settings)
+        output = client.generate(prompt, verification=rule, speculation=speculation, **settings)
         assert (len(output.token_ids), output.finish_reason) == (24, "length")
         wanted = logprobs_of(reference, prompt, output.token_ids)[np.arange(24), list(output.token_ids)]
         assert output.logprobs is not None
         assert list(output.logprobs.token_logprobs) == pytest.approx(list(wanted), abs=2e-3)
         accepted += output.speculation.accepted_tokens
         drafted += output.speculation.drafted_tokens
-        if rule == "rejection":
-            trees = [list(record.node_parents) for record in output.rounds]
-            assert all(parents == list(range(len(parents))) for parents in trees), "not a chain"
     assert (accepted > 0, drafted > 0) == (speculation != "off",) * 2
 
 
