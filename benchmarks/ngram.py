@@ -114,10 +114,10 @@ def spread(times: Any) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All parts, one after the other on one trie."""
-    from outrider.kernels.compiled import IS_COMPILED
     from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, TextTails, propose
     from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
     from outrider.draft_worker.drafters.ngram.trie import NgramTrie
+    from outrider.kernels.compiled import IS_COMPILED
     from outrider.worker import share_interpreter
 
     # As every worker does.

@@ -235,9 +235,7 @@ class _Follower:
                 return offset + 1, Difference(text=self._number, place=place, chosen=token, alone=alone)
         return len(tokens), None
 
-    def tree(
-        self, mix: Mix, random: np.random.Generator, *, vocab_size: int
-    ) -> tuple[list[int], list[int], list[int]]:
+    def tree(self, mix: Mix, random: np.random.Generator, *, vocab_size: int) -> tuple[list[int], list[int], list[int]]:
         """Return ids, parents and tokens: the truth along one branch, and wrong nodes anywhere."""
         truth = [*self.text.output[self.place : self.place + int(random.integers(0, mix.branch + 1))]]
         order = [True] * len(truth) + [False] * int(random.integers(0, mix.wrong + 1))

@@ -67,7 +67,5 @@ def shape_model(shape: str, device: torch.device) -> Iterator[BenchModel]:
         (folder / "model.safetensors").touch()
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copyfile(embedded_target_path() / file, folder / file)
-        source = FunctionSource(
-            lambda tensor: large.tensor(tensor).to(device), f"widened weights of the {shape} shape"
-        )
+        source = FunctionSource(lambda tensor: large.tensor(tensor).to(device), f"widened weights of the {shape} shape")
         yield BenchModel(name=shape, folder=folder, source=source, vocab_size=large.config()["vocab_size"])

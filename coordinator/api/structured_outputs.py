@@ -2,7 +2,8 @@
 
 The grammar is compiled here, for the coordinator's own tokenizer, before any worker hears of it: who asks for what
 cannot be compiled is told so at once. Compiling is bounded work on the compiler's own thread, but it may take a quarter
-of a second: requests with structured_outputs are checked outside the event loop (`outrider.coordinator.api.generations`).
+of a second: requests with structured_outputs are checked outside the event loop
+(`outrider.coordinator.api.generations`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -257,7 +257,7 @@ class Outcome(NamedTuple):
         token_ids: [m] committed.
         accepted: nodes among them.
         selected: nodes that were verified.
-        selected_by_source: [3] of these, those that a model, n-grams and a head had proposed; one node may be of several.
+        selected_by_source: [3] of these, those that a model, n-grams and a head had proposed; a node may be of several.
         sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
         is_over: whether the target has ended the session.
         cached_tokens: of the prompt, tokens whose KV the target had.

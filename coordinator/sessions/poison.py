@@ -104,7 +104,7 @@ class Suspects:
             session.probation = _RESULTS
 
     def condemns(self, session: Session) -> bool:
-        """Whether it is the one: it was alone at the last of two crashes, or there at three without a result between."""
+        """Whether it is the one: alone at the last of two crashes, or there at three without a result between."""
         return self._is_condemned(_key(session))
 
     def _is_condemned(self, key: _Key) -> bool:
@@ -116,8 +116,8 @@ class Suspects:
         request_id = request.request_id
         logger.error("request %s is refused: targets crash of it", request_id, extra=about(request_id=request_id))
         return PoisonRequest(
-            f"request {request_id} was being verified, alone or again and again, when two target workers crashed: it is "
-            "not tried again"
+            f"request {request_id} was being verified, alone or again and again, when two target workers crashed: it "
+            "is not tried again"
         )
 
     def forget(self, session: Session) -> None:

@@ -188,9 +188,7 @@ class RoundProgram:
             vocab_size=runner.vocab_size,
             device=runner.device,
             # Other attention waits for the host.
-            captures=runner.has_decoder
-            and engine.attention_backend_name == "triton"
-            and not engine.enforce_eager,
+            captures=runner.has_decoder and engine.attention_backend_name == "triton" and not engine.enforce_eager,
         )
 
     def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -16,7 +16,12 @@ from .conftest import PATIENT
 
 NEW_TOKENS, REQUESTS = 20, 6
 SAMPLED = {"temperature": 1.0, "seed": 2**63 + 11}
-MIXTURES = ("ngram", "eagle", "model+ngram", "ngram+eagle", "model+ngram+eagle")
+RESIDENT = pytest.mark.skip(reason="resident drafters are out of service until issue 28")
+MIXTURES = (
+    "ngram",
+    "model+ngram",
+    *(pytest.param(mixture, marks=RESIDENT) for mixture in ("eagle", "ngram+eagle", "model+ngram+eagle")),
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,6 @@ def service() -> Iterator[LocalService]:
     with LocalService(
         drafts=1,
         draft_args=("--source", "model+ngram"),
-        target_args=("--resident-draft", "embedded"),
         coordinator_args=PATIENT,
     ) as service:
         yield service

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.kernels.noise import STREAM_COINS, philox_uint32_reference
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.pack import COMMITTED, PADDING, ROOT, Packed, pack
@@ -30,7 +31,6 @@ from outrider.kernels.verification.walk import (
     walk_reference,
 )
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.synthetic import SyntheticCoins
 
 _CPU = torch.device("cpu")
 _ROWS, _PLACES, _MOST, _CAPACITY, _MAX_LEN = 7, 6, 9, 32, 60
@@ -121,9 +121,7 @@ def _random_session(chance: random.Random, row: int, *, decides: bool) -> Sessio
 def _plain_path(session: Session) -> Iterator[tuple[int, int]]:
     """Each token that the session's rule comes to, and its row, -1 where it ends the walk behind the last row."""
     if session.spec.synthetic_rates:
-        path = SyntheticCoins(session.spec).decide(session.tokens[1:], session.parents[1:], root=session.length - 1)
-        yield from zip(path.tokens, path.nodes, strict=True)
-        yield path.final(session.choices[path.end]), -1
+        yield from _synthetic_path(session)
         return
     at = 0
     while at >= 0:
@@ -136,6 +134,33 @@ def _plain_path(session: Session) -> Iterator[tuple[int, int]]:
             token = session.tokens[child] if child >= 0 else token
         yield token, child
         at = child
+
+
+def _synthetic_path(session: Session) -> Iterator[tuple[int, int]]:
+    """First children as long as coins fall below the rates, then the choice behind them, never the rejected token."""
+    rates, at, rejected = session.spec.synthetic_rates, 0, -1
+    for depth in range(len(session.tokens)):
+        child = next((child for child, parent in enumerate(session.parents) if parent == at), -1)
+        if child < 0:
+            break
+        if _coin(session.spec, session.length + depth) >= rates[min(depth, len(rates) - 1)]:
+            rejected = session.tokens[child]
+            break
+        yield session.tokens[child], child
+        at = child
+    token = session.choices[at]
+    if token >= 0 and token == rejected:
+        below = (other for other in range(token - 1, -1, -1) if other not in session.stops)
+        token = next(below, token + 1)
+    yield token, -1
+
+
+def _coin(spec: SamplingSpec, position: int) -> float:
+    seed = torch.tensor([spec.seed - (spec.seed >> 63 << 64)])
+    word = torch.zeros((1, 1), dtype=torch.int64)
+    choice_index = torch.tensor([spec.choice_index])
+    words = philox_uint32_reference(seed, torch.tensor([position]), word, STREAM_COINS, choice_index)
+    return (int(words) >> 8) * 2.0**-24
 
 
 def _plain_walk(session: Session) -> Outcome:
@@ -346,8 +371,7 @@ def test_rates_are_compared_as_they_were_given() -> None:
 @pytest.mark.parametrize("above", [0, 1])
 def test_a_coin_has_to_be_below_the_rate(above: int) -> None:
     session = _random_session(random.Random(3), 0, decides=False)
-    coins = SyntheticCoins(SamplingSpec(seed=session.spec.seed))
-    rate = coins.coin(session.length) + above * 2.0**-24
+    rate = _coin(SamplingSpec(seed=session.spec.seed), session.length) + above * 2.0**-24
     spec = SamplingSpec(seed=session.spec.seed, synthetic_rates=(rate, 0.0))
     chain = replace(session, tokens=[1, 2], parents=[-1, 0], entries=[ROOT, 0], drafters=[0, 1], choices=[3, 3])
     round_ = Round([replace(chain, spec=spec, stops=[], level=0)], _CPU)
