@@ -28,7 +28,7 @@ class Called(target_pb2_grpc.TargetServiceServicer, registry_pb2_grpc.RegistrySe
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # noqa: N802
         self.calls.append("Verify")
-        await context.write(target_pb2.VerifyResponse(step=7))
+        await context.write(target_pb2.RoundResults(session_ids=[7]))
 
     async def Register(self, request_iterator: Any, context: Any) -> None:  # noqa: N802
         self.calls.append("Register")

@@ -59,7 +59,7 @@ def test_a_session_waits_for_another_that_computes_a_good_part_of_it(missing, sh
 def test_free_slots_are_handed_out_ahead_in_equal_parts():
     table = SlotTable(num_slots=400, max_rows=4, max_row_len=300)
     kv = RowKv(table, remembers=False)
-    sessions = [waiting(table.acquire_row(), length=9) for _ in range(2)]
+    sessions = [waiting(row, length=9) for row in range(2)]
     for session in sessions:
         assert kv.extend(session.row, session.length)
     assert plan.length_ahead(kv, sessions, rows=16) == 16
