@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.loading import load_drafters
@@ -66,7 +67,7 @@ class Pair:
 
     def __init__(self, *, max_len: int = _MAX_LEN) -> None:
         self._max_len = max_len
-        limits = {"max_model_len": max_len, "max_num_seqs": _SESSIONS, "kv_bytes": _KV_BYTES}
+        limits: dict[str, Any] = {"max_model_len": max_len, "max_num_seqs": _SESSIONS, "kv_bytes": _KV_BYTES}
         target = EngineConfig(model_path=embedded_target_path(), enable_prefix_caching=False, **limits)
         rounds = RoundConfig(
             max_sessions=_SESSIONS, max_model_len=max_len, max_step_rows=_STEP_ROWS, least_value=0.0, places=1

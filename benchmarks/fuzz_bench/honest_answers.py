@@ -107,7 +107,9 @@ class Grower:
         if not self._sessions:
             return None
         growth = draft_pb2.DraftGrowth(
-            report=common_pb2.StepReport(step_ns=100_000), load=common_pb2.WorkerLoad(sessions=len(self._sessions))
+            source=common_pb2.GROWTH_SOURCE_MODEL,
+            report=common_pb2.StepReport(step_ns=100_000),
+            load=common_pb2.WorkerLoad(sessions=len(self._sessions)),
         )
         for session_id in set(commands.resend_session_ids) & self._sessions.keys() & self._last.keys():
             self._add(growth, session_id, *self._last[session_id], again=True)
@@ -130,4 +132,3 @@ class Grower:
         growth.node_ids.extend((first, second))
         growth.parents.extend((0, first))
         growth.tokens.extend((as_of % VOCAB_SIZE, 7))
-        growth.sources.extend([common_pb2.GROWTH_SOURCE_MODEL] * 2)

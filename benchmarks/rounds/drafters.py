@@ -152,7 +152,7 @@ class ReplayDrafter:
         )
 
 
-Command = Callable[[ModelDrafter], None]
+Command = Callable[[ModelDrafter], object]
 
 
 class DraftThread:

@@ -93,7 +93,7 @@ class RoundServicer(target_pb2_grpc.TargetServiceServicer):
             ],
             cached_tokens=[outcome.cached_tokens for outcome in outcomes],
             lost=[outcome.lost for outcome in outcomes],
-            tree_ends=[target_pb2.TreeEnd.ValueType(outcome.tree_end) for outcome in outcomes],
+            tree_ends=[target_pb2.TreeEnd.Name(outcome.tree_end) for outcome in outcomes],
             logprobs=[_logprobs(row, outcome) for row, outcome in enumerate(outcomes)],
             errors=[
                 common_pb2.SessionError(

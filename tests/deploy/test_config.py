@@ -100,17 +100,17 @@ def test_workers_get_the_options_of_their_own():
         enable_prefix_caching=False,
         max_prefill_tokens=77,
         prefill_slowdown=0.2,
-        enforce_eager=True,
         deterministic=True,
         tensor_parallel_size=2,
     )
     setting = WorkerSetting(name="d/target-0", coordinators=("h:1",), device="cuda")
     target = target_config(config, setting, host="127.0.0.1")
     shared = ("max_model_len", "max_num_seqs", "kv_cache_memory_fraction")
-    own = ("kv_cache_dtype", "enable_prefix_caching", "max_prefill_tokens", "prefill_slowdown", "enforce_eager")
+    own = ("kv_cache_dtype", "enable_prefix_caching", "max_prefill_tokens", "prefill_slowdown")
     for name in (*shared, *own, "quantization", "deterministic", "tensor_parallel_size"):
         assert getattr(target, name) == getattr(config, name), name
     assert target.max_step_tokens == 600
+    assert target_config(DeployConfig(enforce_eager=True), setting, host="127.0.0.1").enforce_eager
     draft = draft_config(config, setting, host="127.0.0.1")
     assert all(getattr(draft.engine(), name) == getattr(config, name) for name in shared)
     on_cpu = WorkerSetting(name="d/target-0", coordinators=("h:1",))

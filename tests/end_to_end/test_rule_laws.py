@@ -48,7 +48,9 @@ class TableModel:
         chance = np.random.default_rng(seed)
         self.table = torch.from_numpy(sharpness * chance.normal(size=(MODEL_LEN, VOCABULARY, VOCABULARY))).float()
 
-    def logits(self, packed: Packed, _table: torch.Tensor, rows: torch.Tensor, **_options: Any) -> torch.Tensor:
+    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, **_options: Any) -> torch.Tensor:
+        """See `PackedForward.logits`."""
+        del table
         rows = rows.long()
         return self.table[packed.positions[rows].long(), packed.tokens[rows].long()]
 

@@ -89,7 +89,7 @@ class Pair:
         ends = torch.full_like(num_commits, -1)
         its_ends = ends.to(self.device, copy=True)
         re_root_reference(self.loops, commits, num_commits, ends)
-        re_root(self.kernels, *theirs[1:], its_ends)
+        re_root(self.kernels, theirs[1], theirs[2], its_ends)
         assert its_ends.tolist() == ends.tolist()
         self.compare()
         if not self.drafts:

@@ -54,14 +54,14 @@ def test_a_target_worker_hands_every_option_of_the_engine_on() -> None:
         "max_model_len": 77,
         "max_tree_nodes": 9,
         "attention_backend": "triton",
-        "enforce_eager": True,
         "deterministic": True,
         "tensor_parallel_size": 2,
     }
+    assert TargetWorkerConfig(model_path="x", enforce_eager=True).engine().enforce_eager
     made = TargetWorkerConfig(model_path="x", threads=3, **values).engine()
     assert made == EngineConfig(model_path="x", torch_threads=3, **values)
     untouched = {field.name for field in fields(EngineConfig)} - values.keys()
-    assert untouched == {"model_path", "torch_threads"}
+    assert untouched == {"model_path", "torch_threads", "enforce_eager"}
 
 
 def test_dtype_defaults_follow_the_device() -> None:
