@@ -12,6 +12,9 @@ from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
 
+MOST_NODES = 512
+"""Nodes of a session that a target takes in one message."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
@@ -153,6 +156,11 @@ class CoordinatorConfig:
         if self.max_live_nodes < self.max_nodes:
             raise ValueError(
                 f"max_live_nodes: {self.max_live_nodes} given, at least max_nodes ({self.max_nodes}) needed"
+            )
+        if self.max_live_nodes > MOST_NODES:
+            raise ValueError(
+                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: as many of a session as go "
+                "into one message"
             )
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
             raise ValueError(

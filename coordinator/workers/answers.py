@@ -20,8 +20,8 @@ _MOST_ROWS = 1 << 24
 _SESSION_COLUMNS = (
     "epochs", "token_counts", "accepted_counts", "selected_counts", "finishes", "cached_tokens", "lost", "tree_ends",
 )  # fmt: skip
-# Sources that targets count nodes of.
-_SOURCES = 3
+# Sources that targets count nodes of; bit sets of sources have eight bits.
+_SOURCES, _MOST_SOURCES = 3, 255
 
 
 def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None:
@@ -39,6 +39,8 @@ def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None
     _check_total("accepted_sources", response.accepted_counts, len(response.accepted_sources))
     if response.tokens and (highest := max(response.tokens)) >= vocab_size:
         raise ValueError(f"token {highest} committed, ids below {vocab_size} needed")
+    if response.accepted_sources and max(response.accepted_sources) > _MOST_SOURCES:
+        raise ValueError(f"accepted_sources: {max(response.accepted_sources)} is no set of sources")
     if len(set(response.session_ids)) < sessions:
         raise ValueError("a session is named twice in one round")
     if any(map(operator.gt, response.accepted_counts, response.selected_counts)):

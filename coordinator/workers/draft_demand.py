@@ -12,6 +12,7 @@ Nothing is averaged here: everything counts up from the coordinator's start, so 
 differences over windows of their own. docs/autoscaling.md has the formula that is made of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,8 @@ class DraftDemand:
         bare_rounds: of rounds, those that verified no node.
         target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
-        draft_steps: growth messages; a step that serves sessions of two coordinators counts at both.
+        draft_steps: steps of drafts' models for `async` sessions, one for each message of new growth; one that serves
+            sessions of two coordinators counts at both.
         draft_ns: what these steps took.
         grown_sessions: sessions in these messages.
         expanded_nodes: nodes in these messages that got children.
@@ -54,16 +56,23 @@ class DraftDemand:
     grown_sessions: int = 0
     expanded_nodes: int = 0
 
-    def note_growth(self, step_ns: float, growth: GrowthBatch) -> None:
-        """One message of growth."""
-        if not len(growth.node_ids):
+    def note_growth(self, step_ns: float, growth: GrowthBatch, counted: Sequence[int]) -> None:
+        """One step of a draft's model.
+
+        Args:
+            step_ns: that it took.
+            growth: what came of it.
+            counted: indices of the sessions in it that have rounds here.
+        """
+        if not counted:
             return
         self.draft_steps += 1
         self.draft_ns += step_ns
-        self.grown_sessions += len(growth.session_ids)
+        self.grown_sessions += len(counted)
         # Nodes of one step that have the same parent were grown by expanding it.
         sessions = np.repeat(np.arange(len(growth.session_ids)), growth.node_counts)
-        self.expanded_nodes += len(np.unique(sessions << 32 | growth.parents))
+        parents = (sessions << 32 | growth.parents)[np.isin(sessions, counted)]
+        self.expanded_nodes += len(np.unique(parents))
 
     def note_round(self, results: RoundResults, taken: "Taken") -> None:
         """One round of a target."""

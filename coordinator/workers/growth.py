@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.coordinator.sessions.config import MOST_NODES
 from outrider.coordinator.sessions.messages import GrowthBatch
 from outrider.coordinator.workers.answers import usable_acceptance
 from outrider.draft_distribution import DraftDistribution, unpack_distributions
@@ -37,6 +38,10 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
         raise ValueError(f"node ids from {node_ids.min()} to {node_ids.max()} given, 1 to {_MOST} needed")
     if max((parents.max(initial=0), *message.as_of)) > _MOST:
         raise ValueError(f"a parent or a committed length beyond {_MOST}")
+    if min(message.as_of, default=1) < 1:
+        raise ValueError("growth of a session without a token")
+    if max(message.node_counts, default=0) > MOST_NODES:
+        raise ValueError(f"{max(message.node_counts)} nodes of a session in one message, at most {MOST_NODES} needed")
     if len(tokens) and tokens.max() >= vocab_size:
         worst = int(tokens.argmax())
         raise ValueError(f"node {node_ids[worst]} has token {tokens[worst]}, ids below {vocab_size} needed")

@@ -279,7 +279,7 @@ class DraftLink(WorkerLink):
         self._vocab_size = vocab_size
         self._on_growth = on_growth
         self._on_error = on_error
-        self._outgoing: draft_pb2.DraftCommands | None = None
+        self._outgoing: list[draft_pb2.DraftCommands] = []
         self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's step time."""
@@ -288,7 +288,11 @@ class DraftLink(WorkerLink):
 
     def open_session(self, opening: SessionOpening) -> None:
         """Asks the worker to grow this session's tree from now on."""
-        self._commands().opens.append(opening_to_proto(opening))
+        commands = self._commands()
+        if commands.close_session_ids:
+            # Within a message openings come first: the room that a close makes would not be there yet.
+            commands = self._begin()
+        commands.opens.append(opening_to_proto(opening))
 
     def commit(self, commits: Commits) -> None:
         """Tells the worker what was committed, now; what was to be sent before leaves with it."""
@@ -313,14 +317,16 @@ class DraftLink(WorkerLink):
         commands.close_epochs.append(epoch)
 
     def _commands(self) -> draft_pb2.DraftCommands:
-        if self._outgoing is None:
-            self._outgoing = draft_pb2.DraftCommands(incarnation=self._incarnation)
-            self._outgoing_ready.set()
-        return self._outgoing
+        return self._outgoing[-1] if self._outgoing else self._begin()
+
+    def _begin(self) -> draft_pb2.DraftCommands:
+        self._outgoing.append(draft_pb2.DraftCommands(incarnation=self._incarnation))
+        self._outgoing_ready.set()
+        return self._outgoing[-1]
 
     def _take_outgoing(self) -> Sequence[draft_pb2.DraftCommands]:
-        commands, self._outgoing = self._outgoing, None
-        return [] if commands is None else [commands]
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
 
     async def _read(self) -> None:
         async for message in self._call:

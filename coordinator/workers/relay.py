@@ -23,6 +23,7 @@ from outrider.coordinator.sessions.messages import (
     Outcome,
     RoundResults,
     SessionFault,
+    SpeculationMode,
 )
 from outrider.coordinator.sessions.session import Drafter, Session
 from outrider.coordinator.sessions.totals import Totals
@@ -87,7 +88,7 @@ class Relay:
         if peer is None:
             self._totals.dropped_nodes += nodes
             return
-        self._totals.demand.note_growth(peer.link.step_latency.mean_ns, growth)
+        counted = list[int]()
         parts: defaultdict[str, list[int]] = defaultdict(list)
         owners = list(map(self._sessions.get, growth.session_ids))
         drafter = Drafter(worker_id, growth.source)
@@ -97,6 +98,8 @@ class Relay:
             is_asked_for = session is not None and drafter in session.places
             if session is not None and is_asked_for and session.draft_epochs[worker_id] == epoch:
                 self._note_growth(drafter, session, growth, number)
+                if count and session.mode is SpeculationMode.ASYNC and not growth.again[number]:
+                    counted.append(number)
                 target = self._open_target(session)
             if session is None or target is None:
                 self._totals.dropped_nodes += count
@@ -104,6 +107,8 @@ class Relay:
             self._note_changes(target, session, worker_id, growth, number)
             if count or growth.complete[number]:
                 parts[target.worker_id].append(number)
+        if growth.source is GrowthSource.MODEL:
+            self._totals.demand.note_growth(peer.link.step_latency.mean_ns, growth, counted)
         for target_id, numbers in parts.items():
             sent = [owner for number in numbers if (owner := owners[number]) is not None]
             self._targets[target_id].link.grow(_relayed(drafter, growth, numbers, sent))
@@ -112,8 +117,9 @@ class Relay:
         """Take note of one session's part, for whoever counts and watches."""
         nodes = growth.node_counts[number]
         session.note_growth(drafter.worker_id, as_of=growth.as_of[number], nodes=nodes)
-        session.sources.note_growth(drafter.source, nodes)
-        self._totals.sources.note_growth(drafter.source, nodes)
+        if not growth.again[number]:
+            session.sources.note_growth(drafter.source, nodes)
+            self._totals.sources.note_growth(drafter.source, nodes)
         if session.tap is not None:
             session.tap.note_growth(drafter.worker_id, growth.of_session(number))
 

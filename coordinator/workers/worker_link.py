@@ -6,7 +6,6 @@ on every link one task reads and one writes. A message that finds nothing being 
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
@@ -98,11 +97,7 @@ class WorkerLink:
     def _lose(self, reason: str) -> None:
         if not self.is_lost:
             self.is_lost = True
-            self._fail(reason)
             self._on_lost(reason)
-
-    def _fail(self, reason: str) -> None:
-        """Answers whoever waits on this link."""
 
     async def _read(self) -> None:
         raise NotImplementedError
@@ -153,8 +148,5 @@ class WorkerLink:
         for task in self._tasks:
             task.cancel()
         self._call.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        self._fail("the link was closed")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close(None)

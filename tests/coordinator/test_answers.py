@@ -64,6 +64,8 @@ def test_what_a_target_says_is_taken():
         {"selected_by_source": [3, 0, 0]},
         {"selected_by_source": [3, 1, 0, 0, 1, 0]},
         {"accepted_sources": [2]},
+        # Each set of sources is counted by itself.
+        {"accepted_sources": [2, 256]},
         {"logprobs": [target_pb2.Logprobs(row=2)]},
         # Of two tokens without an accepted node, what follows would hang below no node that anybody has grown.
         {"token_counts": [3, 2], "tokens": [5, 6, 7, 8, 9]},
@@ -78,7 +80,7 @@ def test_what_a_target_says_is_taken():
     ],
 )
 def test_what_no_target_says_is_refused(changes):
-    with pytest.raises(ValueError, match=r"needed|given|reported|twice|there is not"):
+    with pytest.raises(ValueError, match=r"needed|given|reported|twice|there is not|no set"):
         check(results(**changes))
 
 
@@ -123,10 +125,12 @@ def test_what_a_draft_says_is_taken():
         {"node_ids": [1, 1 << 31]},
         {"parents": [0, 1 << 31]},
         {"as_of": [1 << 31, 5]},
+        {"as_of": [0, 5]},
+        {"node_counts": [513, 0]},
     ],
 )
 def test_growth_that_no_target_would_take_is_refused(changes):
-    with pytest.raises(ValueError, match=r"needed|different lengths|beyond|no numbers"):
+    with pytest.raises(ValueError, match=r"needed|different lengths|beyond|no numbers|without a token"):
         growth_batch(growth(**changes), 100)
 
 

@@ -1,10 +1,12 @@
 """What the coordinator counts of the worth of drafts: how rounds end, and what draft steps grow."""
 
 import asyncio
+from dataclasses import replace
 
 from outrider.coordinator.sessions.messages import Growth, GrowthBatch, SpeculationMode
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.draft_demand import DraftDemand
+from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 
 
@@ -73,6 +75,12 @@ async def test_nodes_below_one_parent_are_one_expansion(bench, make_request):
     # A message without a node is no step's.
     bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(one.session_id, 1, [])]))
     assert demand.draft_steps == 1
+    # Nor is a tree that is sent again, what n-grams grow, or growth of an epoch that has passed.
+    again = GrowthBatch.of([growth_of(one.session_id, one.draft_epochs["draft"], [(1, 0, 5)])])
+    bench.scheduler.take_growth("draft", replace(again, again=[True]))
+    bench.scheduler.take_growth("draft", replace(again, source=GrowthSource.NGRAM))
+    bench.scheduler.take_growth("draft", replace(again, epochs=[0]))
+    assert (demand.draft_steps, demand.grown_sessions, demand.expanded_nodes) == (1, 2, 4)
     for generation in generations:
         generation.cancel()
 

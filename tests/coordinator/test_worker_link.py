@@ -307,6 +307,22 @@ class BusyLink(DraftLink):
         await asyncio.Event().wait()
 
 
+async def test_a_session_that_takes_anothers_room_is_opened_after_it_is_closed():
+    """Within a message a draft opens before it closes."""
+    ignored = dict.fromkeys(("on_growth", "on_error", "on_lost"), lambda *_: None)
+    link = BusyLink("127.0.0.1:1", incarnation=1, vocab_size=9, **ignored)
+    await settle()
+    link.close_session(1, 1)
+    link.open_session(opening(2))
+    link.close_session(3, 1)
+    messages = link._take_outgoing()
+    assert [([own.session_id for own in message.opens], [*message.close_session_ids]) for message in messages] == [
+        ([], [1]),
+        ([2], [3]),
+    ]
+    await link.close()
+
+
 async def test_a_draft_cannot_be_far_ahead_of_a_coordinator_that_does_not_read():
     draft, server = EagerDraft(), grpc.aio.server()
     draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
