@@ -73,6 +73,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         except OutriderError as error:
             await rpc.abort_with(context, error)
         finally:
+            stream.has_left = True
             self._thread.leave(stream)
             if traces is not None:
                 traces.end()
@@ -113,6 +114,9 @@ class _Stream:
         thread: of the rounds.
         traces: of the stream's sessions; None while nobody traces.
         most_unread: messages that may wait before the sessions rest.
+
+    Attributes:
+        has_left: whether nobody will read any more.
     """
 
     def __init__(self, thread: RoundThread, traces: tracing.SessionTraces | None, *, most_unread: int) -> None:
@@ -121,7 +125,7 @@ class _Stream:
         self._event_loop = asyncio.get_running_loop()
         self._unread: deque[target_pb2.RoundResults] = deque()
         self._has_news = asyncio.Event()
-        self._is_held = self._is_finished = False
+        self._is_held = self._is_finished = self.has_left = False
         self._error: OutriderError | None = None
 
     def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
@@ -157,6 +161,8 @@ class _Stream:
         return message
 
     def _put(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
+        if self.has_left:
+            return
         if self.traces is not None:
             ids = [result.key[1] for result in results]
             if cost is not None:

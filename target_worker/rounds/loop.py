@@ -608,7 +608,10 @@ class RoundLoop:
     def _is_being_computed(self, tokens: npt.NDArray[np.int32], known: int) -> bool:
         """True if another session is about to share so much of what the tokens need that waiting for it pays."""
         return self._kv.remembers and any(
-            leader.is_open and not leader.is_shared and plan.saves(leader.history[: leader.length - 1], tokens, known)
+            # One that is held may rest for long before it shares anything.
+            leader.is_open
+            and not (leader.is_shared or leader.is_held)
+            and plan.saves(leader.history[: leader.length - 1], tokens, known)
             for leader in self._sessions.values()
         )
 

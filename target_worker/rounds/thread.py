@@ -176,7 +176,8 @@ class RoundThread:
             error = failure
         with self._arrived:
             self._has_ended = True
-            owners, alone = self._joined, self._alone
+            # Copies: owners leave as soon as they hear of it.
+            owners, alone = list(self._joined), list(self._alone)
         reason = "the target worker is stopping" if error is None else f"the target worker failed: {error}"
         for _, done in alone:
             done.set_exception(WorkerUnavailable(reason))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from scipy import stats
 from tests.draft_worker.session_growth import SessionGrowth, sessions_of
+from tests.target_worker.rounds.driving import FixedTimes
 
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.drafters.model.config import GrowthConfig
@@ -27,6 +28,7 @@ from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.engine.kv_slots import SlotTable
 from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.rounds.buckets import round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
@@ -79,7 +81,9 @@ def make_target() -> RoundLoop:
         device=runner.device,
         captures=False,
     )
-    return RoundLoop(runner, config, program=program)
+    # What is selected must not hang on how busy the machine is.
+    times = FixedTimes(round_buckets(config, on_gpu=False), chunk=config.max_prefill_tokens)
+    return RoundLoop(runner, config, program=program, times=times)
 
 
 def make_draft(number: int) -> Drafters:

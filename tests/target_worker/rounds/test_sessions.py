@@ -90,6 +90,20 @@ def test_a_prompt_that_another_computes_is_computed_once(checkpoint):
     assert sorted(driver.decoded[number].results[-1].cached_tokens for number in range(4)) == [0, 39, 39, 39]
 
 
+def test_nobody_waits_for_the_prompt_of_a_session_that_is_held(checkpoint):
+    loop = make_loop(checkpoint, chunk=8)
+    prompt = [number % 61 for number in range(40)]
+    driver, spec = Driver(loop), SamplingSpec(max_new_tokens=2)
+    driver.open(1, spec, [], no_tree, prompt=prompt)
+    loop.limit((7, 1), 1, 0)
+    second = driver.open(2, spec, [], no_tree, prompt=prompt)
+    for _ in range(100):
+        driver.turn()
+    assert len(second.tokens) == spec.max_new_tokens
+    loop.limit((7, 1), 1, WITHOUT_LIMIT)
+    driver.run()
+
+
 def test_a_held_session_goes_on_where_it_stopped(loop, reference_model):
     spec = SamplingSpec(temperature=1.0, seed=3, max_new_tokens=20)
     plain = plain_decode(reference_model, PROMPT, spec).tokens
