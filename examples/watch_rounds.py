@@ -1,4 +1,4 @@
-"""What a generation is made of: every round, with how many nodes were verified and how many of them accepted.
+"""Show the rounds of a generation, with how many nodes were verified and how many of them accepted.
 
 python examples/watch_rounds.py [ENDPOINT]
 """

@@ -167,7 +167,7 @@ class Runs:
             return
         if result.lost:
             self._loop.resend(key, 1, 0)
-        ids, parents, tokens = follower.tree(mix, self._random, vocab_size=self._loop.sizes.vocab_size)
+        ids, parents, tokens = follower.tree(mix, self._random, vocab_size=self._loop.model.vocab_size)
         if ids:
             as_of = len(text.prompt) + follower.place
             self._loop.grow(key, 1, 0, as_of, ids, parents, tokens, [_ACCEPTANCE] * len(ids))

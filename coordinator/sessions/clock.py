@@ -12,11 +12,6 @@ def now_ns() -> int:
     return _read_ns()
 
 
-def is_replaced() -> bool:
-    """Whether something else stands in for the monotonic clock."""
-    return _read_ns is not time.monotonic_ns
-
-
 @contextmanager
 def replaced_by(read_ns: Callable[[], int]) -> Iterator[None]:
     """While it lasts, the whole process reads its times here; for simulations."""

@@ -156,7 +156,7 @@ class ChoiceResult:
 
 
 class SourceCounts(NamedTuple):
-    """What one source has grown (`drafted`), and what became of it."""
+    """Nodes that one source has grown (`drafted`), and how many of them were verified and accepted."""
 
     source: GrowthSource
     drafted: int
@@ -251,7 +251,7 @@ class TreeEnd(IntEnum):
 
 
 class Outcome(NamedTuple):
-    """What a round has given one session.
+    """Outcome of a round for one session.
 
     Attributes:
         token_ids: [m] committed.
@@ -281,7 +281,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResults:
-    """What one round of a target has given its sessions here.
+    """Results of one round of a target for its sessions here.
 
     Attributes:
         outcomes: by session.

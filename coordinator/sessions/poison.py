@@ -104,7 +104,7 @@ class Suspects:
             session.probation = _RESULTS
 
     def condemns(self, session: Session) -> bool:
-        """Whether it is the one: alone at the last of two crashes, or there at three without a result between."""
+        """Return whether it is the one, alone at the last of two crashes or there at three without a result between."""
         return self._is_condemned(_key(session))
 
     def _is_condemned(self, key: _Key) -> bool:

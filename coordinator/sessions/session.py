@@ -52,11 +52,11 @@ class Undelivered(NamedTuple):
 
 
 class Tap(Protocol):
-    """What is told of a session's tree while somebody watches it."""
+    """Listener to a session's tree while somebody watches it."""
 
     @property
     def watchers(self) -> int:
-        """How many watch."""
+        """Number of watchers."""
         ...
 
     def watch(self, *, max_lines: int) -> Watcher:

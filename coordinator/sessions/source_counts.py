@@ -1,4 +1,4 @@
-"""What sources of growth are worth beside each other, in numbers."""
+"""Counts that show what each source of growth is worth beside the others."""
 
 from collections import Counter
 from typing import Self
@@ -8,7 +8,7 @@ from outrider.growth_source import GrowthSource
 
 
 class SourceTally:
-    """What each source has grown, and what became of it, of one choice or of a whole server."""
+    """Nodes of each source, grown, verified and accepted, of one choice or of a whole server."""
 
     __slots__ = ("_accepted", "_grown", "_submitted")
 

@@ -1,4 +1,4 @@
-"""What a coordinator has counted since it started."""
+"""Counters of a coordinator since it started."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

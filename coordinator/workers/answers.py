@@ -1,4 +1,4 @@
-"""What a worker's answer must be before anything is done with it: a worker that breaks these rules is lost.
+"""Checks of workers' answers before anything is done with them: a worker that breaks these rules is lost.
 
 Whoever registers as a worker is trusted with its own part: a target may choose any token, a draft may guess any. It is
 not trusted with the coordinator: ids that stand for nothing, numbers that no clock gives, columns that do not fit.
@@ -77,7 +77,7 @@ def check_report(report: common_pb2.StepReport) -> None:
 
 
 def check_load(load: common_pb2.WorkerLoad) -> None:
-    """What a heartbeat says of a worker: whoever asks for the service's state is shown it.
+    """Check a heartbeat's load: whoever asks for the service's state is shown it.
 
     Raises:
         ValueError: a share that is none, or a calibration whose columns do not fit.

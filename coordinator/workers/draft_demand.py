@@ -1,4 +1,4 @@
-"""What tells how many draft workers are worth having: counters of how rounds end, what they cost, and what drafts grow.
+"""Counters that tell how many draft workers are worth having: ends of rounds, their cost, and what drafts grow.
 
 A round of a session is one verification of it. It ends
 

@@ -25,5 +25,5 @@ class DraftPeer:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more session may be placed here."""
+        """True if one more session may be placed here."""
         return not self.is_draining and len(self.sessions) < self.limits.max_sessions

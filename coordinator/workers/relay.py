@@ -1,4 +1,4 @@
-"""What passes between a target and the drafts of its sessions: growth one way, commits the other, tokens to clients.
+"""Relay between a target and the drafts of its sessions: growth one way, commits the other, tokens to clients.
 
     growth of a draft's step   ->  its sessions' targets, one message each
     results of a target's round -> commits to the drafts, then tokens to the clients
@@ -40,7 +40,7 @@ _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before i
 
 
 class SessionOwner(Protocol):
-    """Who places sessions and ends them: the scheduler."""
+    """Owner of sessions, which places and ends them: the scheduler."""
 
     def finish_session(self, session: Session) -> None:
         """The session has emitted its last token."""

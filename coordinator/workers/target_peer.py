@@ -50,7 +50,7 @@ class TargetPeer:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more session may be placed here."""
+        """True if one more session may be placed here."""
         return self.room > 0
 
     @property

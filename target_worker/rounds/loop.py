@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,18 +86,6 @@ class _Launched:
     level: Level
     chunks: list[_Chunk]
     expected: float = 0.0
-
-
-class LoopSizes(NamedTuple):
-    """Bounds of what may be asked of rounds.
-
-    Attributes:
-        places: for draft workers of a session.
-        vocab_size: tokens of the model.
-    """
-
-    places: int
-    vocab_size: int
 
 
 class RoundLoop:
@@ -181,11 +168,6 @@ class RoundLoop:
     def epoch_of(self, key: SessionKey) -> int:
         """Return the epoch under which a session is open."""
         return self._sessions[key].epoch
-
-    @property
-    def sizes(self) -> LoopSizes:
-        """Bounds of what may be asked."""
-        return LoopSizes(places=self._config.places, vocab_size=self._runner.vocab_size)
 
     @property
     def kv(self) -> RowKv:

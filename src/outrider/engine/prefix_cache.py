@@ -68,8 +68,6 @@ class PrefixCache:
         # Least recently used first: (used_at, number, edge). Entries of edges that changed since are passed over.
         self._leaves: list[tuple[int, int, _Edge]] = []
         self._pushes = 0
-        self.version = 0
-        """Grows whenever tokens enter: what did not match before may match now."""
 
     @property
     def unused(self) -> int:
@@ -143,7 +141,6 @@ class PrefixCache:
         edge.children[int(leaf.tokens[0])] = leaf
         self._held[row] = leaf
         self._edges += 1
-        self.version += 1
 
     def take_return(self, row: int, length: int) -> None:
         """The row keeps only the first `length` of what it has borrowed; for the table alone."""
