@@ -561,9 +561,9 @@ def _walk_kernel(
             is_child = is_row & (above >= 0)
             follows = is_child & (token == tl.gather(choice, tl.maximum(above, 0), 0))
             drafters = tl.load(drafters_ptr + row * C + entry, mask=is_child, other=0).to(tl.int32) & 0xFF
-            for kind in tl.static_range(1, _KINDS + 1):
-                count = tl.minimum(tl.sum((drafters >> kind) & 1), _MOST_COUNTED)
-                selected |= count << (_BITS * (kind - 1))
+            for drafter in tl.static_range(1, _KINDS + 1):
+                nodes = tl.minimum(tl.sum((drafters >> drafter) & 1), _MOST_COUNTED)
+                selected |= nodes << (_BITS * (drafter - 1))
             # Of the synthetic rule, by depth.
             is_accepted = tl.zeros((BLOCK,), tl.int32)
             if num_rates > 0:
