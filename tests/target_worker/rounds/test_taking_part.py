@@ -21,11 +21,11 @@ from tests.target_worker.rounds.driving import (
 
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.sessions import SpeculationMode
+from outrider.target_worker.sessions import WITHOUT_LIMIT, SpeculationMode
 
 FOR_EVER_MS = 10**9
 
@@ -190,7 +190,7 @@ def test_without_speculation_growth_is_dropped(loop, reference_model):
     assert tokens == plain
 
 
-@pytest.mark.parametrize("marked", ["at first", "later"])
+@pytest.mark.parametrize("marked", ["at first", "later", "as they open"])
 def test_a_session_that_is_alone_shares_no_round_and_all_go_on(marked, loop, reference_model):
     specs = {number: SamplingSpec(temperature=1.0, seed=number, max_new_tokens=14) for number in range(1, 6)}
     prompts = {number: [*PROMPT, *range(number, number + 9)] for number in specs}
@@ -201,16 +201,23 @@ def test_a_session_that_is_alone_shares_no_round_and_all_go_on(marked, loop, ref
         for number in alone:
             loop.separate((7, number), 1, is_alone=True)
 
-    for number, spec in specs.items():
-        loop.open(open_request(number, spec, prompt=prompts[number]))
+    opens = marked == "as they open"
+    for number in specs.keys() - (alone if opens else set()):
+        loop.open(open_request(number, specs[number], prompt=prompts[number]))
     results: list[SessionResult] = []
-    if marked == "later":
+    if marked == "later" or opens:
         for _ in range(12):
             results += turn(loop)
-    separate()
-    if loop.is_busy:
-        results += loop.drain()
-    first = len(rounds.seen)
+    if opens:
+        # The rounds under way are those of others.
+        for number in alone:
+            loop.open(replace(open_request(number, specs[number], prompt=prompts[number]), is_alone=True))
+        first = len(rounds.seen)
+    else:
+        separate()
+        if loop.is_busy:
+            results += loop.drain()
+        first = len(rounds.seen)
     tokens = finish(loop)
     for number, spec in specs.items():
         before = [token for result in results if result.key[1] == number for token in result.tokens]
