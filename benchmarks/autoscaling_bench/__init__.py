@@ -1,1 +1,0 @@
-"""The autoscaler at work: parts of benchmarks/autoscaling.py."""
