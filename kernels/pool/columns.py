@@ -25,13 +25,13 @@ session), T last committed positions of which ids are remembered. C, D and T are
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import namedtuple
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
-__all__ = ["MAX_STOPS", "NodeSlots", "Pool", "PoolArrays", "RowState"]
+__all__ = ["MAX_STOPS", "Columns", "NodeSlots", "Pool", "PoolArrays", "RowState", "arrays_type"]
 
 MAX_STOPS = 64
 """Stop token ids of a session that the device knows."""
@@ -49,50 +49,40 @@ class RowState(enum.IntEnum):
     FINISHED = 4
 
 
-class PoolArrays(NamedTuple):
-    """The columns of a `Pool` on a CPU and of its `NodeSlots`, as numpy arrays over the same memory.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Columns:
+    """Base of what operators read and write: tensors of one device, as a dataclass.
 
-    Compiled loops get a plain tuple and name its parts themselves: numba unpacks it in half the time.
+    Attributes:
+        KERNELS_ALONE: columns that compiled loops have no use for.
+        arrays: on a CPU, all other columns as numpy arrays over the same memory, in the order of the fields. Compiled
+            loops get this plain tuple and name its parts themselves (`arrays_type`): numba unpacks it in half the time.
     """
 
-    count: Any
-    token: Any
-    parent: Any
-    depth: Any
-    acceptance: Any
-    value: Any
-    ids: Any
-    drafters: Any
-    stopped: Any
-    length: Any
-    cached: Any
-    history: Any
-    root_ids: Any
-    state: Any
-    generation: Any
-    end: Any
-    allow: Any
-    table: Any
-    table_len: Any
-    lost: Any
-    stops: Any
-    min_end: Any
-    max_nodes: Any
-    max_depth: Any
-    # Of `NodeSlots`; without entries where the pool has none.
-    slot: Any
-    expanded: Any
-    next_id: Any
-    free: Any
-    free_head: Any
-    free_tail: Any
-    released: Any
-    released_count: Any
-    released_cached: Any
+    KERNELS_ALONE: ClassVar[tuple[str, ...]] = ()
+    arrays: tuple[Any, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        columns = [getattr(self, name) for name in _loop_columns(type(self))]
+        if columns[0].device.type == "cpu":
+            object.__setattr__(self, "arrays", tuple(column.numpy() for column in columns))
+
+
+def _loop_columns(columns: type[Columns]) -> list[str]:
+    # Annotations are strings here.
+    return [
+        each.name for each in fields(columns) if each.type == "torch.Tensor" and each.name not in columns.KERNELS_ALONE
+    ]
+
+
+def arrays_type(columns: type[Columns], *more: type[Columns]) -> Any:
+    """Return a named tuple with the parts of `Columns.arrays`, called PoolArrays for a `Pool`."""
+    names = [name for each in (columns, *more) for name in _loop_columns(each)]
+    return namedtuple(f"{columns.__name__}Arrays", names, module=columns.__module__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NodeSlots:
+class NodeSlots(Columns):
     """KV slots of entries, for the pool of a drafter that computes here. Free slots are a queue, oldest first.
 
     Attributes:
@@ -116,9 +106,28 @@ class NodeSlots:
     released_count: torch.Tensor
     released_cached: torch.Tensor
 
+    @classmethod
+    def allocate(cls, *, sessions: int, capacity: int, slots: int, device: torch.device | str) -> NodeSlots:
+        """Return the columns of rows without entries; none of the N = `slots` is free yet."""
+
+        def column(*shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        return cls(
+            slot=column(sessions, capacity, fill=-1),
+            expanded=column(sessions, capacity, dtype=torch.bool),
+            next_id=column(sessions, fill=1),
+            free=column(slots, fill=-1),
+            free_head=column(1, dtype=torch.int64),
+            free_tail=column(1, dtype=torch.int64),
+            released=column(sessions, capacity),
+            released_count=column(sessions),
+            released_cached=column(sessions),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pool:
+class Pool(Columns):
     """All sessions' candidates and what the operators need to know of the sessions. Build one with `allocate`.
 
     An index counts tokens of prompt and output together; so does a length.
@@ -188,10 +197,9 @@ class Pool:
     """T."""
     max_len: int = field(init=False)
     """Tokens of the longest session."""
-    arrays: tuple[Any, ...] = field(init=False, repr=False)
-    """On a CPU: `PoolArrays`, as compiled loops take them."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = {
             "device": self.count.device,
             "sessions": self.token.shape[0],
@@ -203,7 +211,8 @@ class Pool:
         for name, size in sizes.items():
             object.__setattr__(self, name, size)
         if self.device.type == "cpu":
-            object.__setattr__(self, "arrays", _as_arrays(self))
+            nodes = _NO_NODE_SLOTS if self.nodes is None else self.nodes.arrays
+            object.__setattr__(self, "arrays", self.arrays + nodes)
 
     @classmethod
     def allocate(
@@ -244,22 +253,9 @@ class Pool:
         def column(*shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> torch.Tensor:
             return torch.full((sessions, *shape), fill, dtype=dtype, device=device)
 
-        def counter() -> torch.Tensor:
-            return torch.zeros(1, dtype=torch.int64, device=device)
-
         nodes = None
         if node_slots is not None:
-            nodes = NodeSlots(
-                slot=column(capacity, fill=-1),
-                expanded=column(capacity, dtype=torch.bool),
-                next_id=column(fill=1),
-                free=torch.full((node_slots,), -1, dtype=torch.int32, device=device),
-                free_head=counter(),
-                free_tail=counter(),
-                released=column(capacity),
-                released_count=column(),
-                released_cached=column(),
-            )
+            nodes = NodeSlots.allocate(sessions=sessions, capacity=capacity, slots=node_slots, device=device)
         return cls(
             count=column(),
             token=column(capacity),
@@ -289,21 +285,8 @@ class Pool:
         )
 
 
-def _as_arrays(pool: Pool) -> tuple[Any, ...]:
-    columns = {name: getattr(pool, name) for name in PoolArrays._fields if hasattr(pool, name)}
-    if pool.nodes is not None:
-        columns |= {name: getattr(pool.nodes, name) for name in NodeSlots.__dataclass_fields__}
-    arrays = {name: column.numpy() for name, column in columns.items()}
-    # A target's pool has no slots of entries: arrays of their types, of no size.
-    none = {
-        "slot": np.zeros((0, 0), np.int32),
-        "expanded": np.zeros((0, 0), np.bool_),
-        "next_id": np.zeros(0, np.int32),
-        "free": np.zeros(0, np.int32),
-        "free_head": np.zeros(1, np.int64),
-        "free_tail": np.zeros(1, np.int64),
-        "released": np.zeros((0, 0), np.int32),
-        "released_count": np.zeros(0, np.int32),
-        "released_cached": np.zeros(0, np.int32),
-    }
-    return tuple(PoolArrays(**(none | arrays)))
+PoolArrays = arrays_type(Pool, NodeSlots)
+"""`Pool.arrays`: its columns and behind them those of its `NodeSlots`."""
+
+# A target's pool has no slots of entries: arrays of their types, of no size.
+_NO_NODE_SLOTS = NodeSlots.allocate(sessions=0, capacity=0, slots=0, device="cpu").arrays

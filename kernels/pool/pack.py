@@ -22,8 +22,8 @@ Shapes: R rows of the bucket and extra ones, N sessions of the bucket, W mask wo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from outrider.kernels.argument_checks import check_at_least, check_place
 from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import Pool, PoolArrays
+from outrider.kernels.pool.columns import Columns, Pool, PoolArrays, arrays_type
 from outrider.kernels.pool.select import Selection, SelectionArrays
 
 __all__ = ["COMMITTED", "PADDING", "ROOT", "Packed", "pack", "pack_reference"]
@@ -51,25 +51,8 @@ _OWN_ROWS = tl.constexpr(16)
 _ROOT, _COMMITTED, _PADDING = tl.constexpr(ROOT), tl.constexpr(COMMITTED), tl.constexpr(PADDING)
 
 
-class PackedArrays(NamedTuple):
-    """Columns of a `Packed` on a CPU that compiled loops use, as numpy arrays over the same memory."""
-
-    tokens: Any
-    positions: Any
-    slots: Any
-    entries: Any
-    parents: Any
-    sessions: Any
-    prefix_len: Any
-    tree_mask: Any
-    pool_rows: Any
-    query_start: Any
-    tree_start: Any
-    key_len: Any
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Packed:
+class Packed(Columns):
     """The rows of a step, as the forward pass and what follows take them. Build one with `allocate`.
 
     Attributes:
@@ -88,6 +71,7 @@ class Packed:
         words: [..] int64: all columns in one piece, for ranks that get a step whole.
     """
 
+    KERNELS_ALONE: ClassVar = ("words",)
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -103,13 +87,6 @@ class Packed:
     words: torch.Tensor
     scrap_slot: int
     extra_rows: int = 0
-    arrays: tuple[Any, ...] = field(init=False, repr=False)
-    """On a CPU: `PackedArrays`."""
-
-    def __post_init__(self) -> None:
-        if self.tokens.device.type == "cpu":
-            arrays = tuple(getattr(self, name).numpy() for name in PackedArrays._fields)
-            object.__setattr__(self, "arrays", arrays)
 
     @classmethod
     def allocate(cls, pool: Pool, bucket: tuple[int, int, int, int], *, scrap_slot: int, extra_rows: int = 0) -> Packed:
@@ -163,6 +140,9 @@ class Packed:
             columns[name] = part[: math.prod(shape)].view(shape)
             begin += sizes[name]
         return cls(words=words, scrap_slot=scrap_slot, extra_rows=extra_rows, **columns)
+
+
+PackedArrays = arrays_type(Packed)
 
 
 def pack(pool: Pool, selection: Selection, packed: Packed) -> None:

@@ -28,8 +28,8 @@ without prefill finds none. Shapes: N_c chunks, P of their rows; G records; R, N
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,7 +37,7 @@ from outrider.kernels.argument_checks import check_at_least, check_dtype, check_
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import Pool, PoolArrays, RowState
+from outrider.kernels.pool.columns import Columns, Pool, PoolArrays, RowState, arrays_type
 from outrider.kernels.pool.pack import COMMITTED, Packed, PackedArrays
 from outrider.kernels.pool.records import WORDS, RecordKind
 from outrider.kernels.pool.select import Selection, SelectionArrays
@@ -58,19 +58,8 @@ _RECORDS = 512
 _ROWS = 128
 
 
-class ChunksArrays(NamedTuple):
-    """Columns of `Chunks` on a CPU, as numpy arrays over the same memory."""
-
-    count: Any
-    pool_rows: Any
-    starts: Any
-    sizes: Any
-    first: Any
-    total: Any
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Chunks:
+class Chunks(Columns):
     """The chunks of a round. Build one with `allocate`.
 
     Attributes:
@@ -90,13 +79,6 @@ class Chunks:
     first: torch.Tensor
     total: torch.Tensor
     most_rows: int
-    arrays: tuple[Any, ...] = field(init=False, repr=False)
-    """On a CPU: `ChunksArrays`."""
-
-    def __post_init__(self) -> None:
-        if self.count.device.type == "cpu":
-            arrays = tuple(getattr(self, name).numpy() for name in ChunksArrays._fields)
-            object.__setattr__(self, "arrays", arrays)
 
     @classmethod
     def allocate(cls, pool: Pool, *, chunks: int, rows: int) -> Chunks:
@@ -127,6 +109,9 @@ class Chunks:
             total=column(1),
             most_rows=rows,
         )
+
+
+ChunksArrays = arrays_type(Chunks)
 
 
 def take_chunks(

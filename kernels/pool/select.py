@@ -30,8 +30,8 @@ full, over all sorted rows at once. Shapes: B buckets, and as in `columns.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from outrider.kernels.argument_checks import check_place
 from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import Pool, PoolArrays, RowState
+from outrider.kernels.pool.columns import Columns, Pool, PoolArrays, RowState, arrays_type
 
 __all__ = ["GAIN_SCALE", "SHORT_GAP", "Selection", "select", "select_reference"]
 
@@ -60,27 +60,8 @@ _CHUNK = 64
 _WIDTH = 64
 
 
-class SelectionArrays(NamedTuple):
-    """Columns of a `Selection` on a CPU that compiled loops use, as numpy arrays over the same memory."""
-
-    buckets: Any
-    least_value: Any
-    reserved_sessions: Any
-    num_selected: Any
-    rank: Any
-    own_rows: Any
-    needed: Any
-    first_row: Any
-    number: Any
-    totals: Any
-    gains: Any
-    turn: Any
-    first_slot: Any
-    limit: Any
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Selection:
+class Selection(Columns):
     """The selection of a step, and scratch for computing it. Build one with `allocate`.
 
     Attributes:
@@ -104,6 +85,7 @@ class Selection:
             and those of the eligible ones, best first. S' is S up to a power of two.
     """
 
+    KERNELS_ALONE: ClassVar = ("keys", "ordered")
     buckets: torch.Tensor
     least_value: torch.Tensor
     reserved_sessions: torch.Tensor
@@ -120,13 +102,6 @@ class Selection:
     limit: torch.Tensor
     keys: torch.Tensor
     ordered: torch.Tensor
-    arrays: tuple[Any, ...] = field(init=False, repr=False)
-    """On a CPU: `SelectionArrays`."""
-
-    def __post_init__(self) -> None:
-        if self.rank.device.type == "cpu":
-            arrays = tuple(getattr(self, name).numpy() for name in SelectionArrays._fields)
-            object.__setattr__(self, "arrays", arrays)
 
     @classmethod
     def allocate(cls, pool: Pool, buckets: list[tuple[int, int, int, int]]) -> Selection:
@@ -165,6 +140,9 @@ class Selection:
             keys=column(triton_rows, capacity),
             ordered=column(triton_rows, capacity),
         )
+
+
+SelectionArrays = arrays_type(Selection)
 
 
 def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0, chunk: int = 0) -> None:

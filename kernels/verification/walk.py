@@ -29,8 +29,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.noise import STREAM_COINS
 from outrider.kernels.noise_blocks import philox_words
-from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays, RowState
+from outrider.kernels.pool.columns import MAX_STOPS, Columns, Pool, PoolArrays, RowState, arrays_type
 from outrider.kernels.pool.entries import is_stop
 from outrider.kernels.pool.pack import PADDING, ROOT, Packed, PackedArrays
 from outrider.kernels.sampling.rows import PARAMETERS
@@ -97,16 +97,8 @@ _KINDS, _BITS, _MOST_COUNTED = tl.constexpr(COUNTED_KINDS), tl.constexpr(COUNTED
 _CHOICE_INDEX_WORD, _WORDS = tl.constexpr(_CHOICE_INDEX), tl.constexpr(PARAMETERS)
 
 
-class RulesArrays(NamedTuple):
-    """Columns of `WalkRules` on a CPU, as numpy arrays over the same memory."""
-
-    level: Any
-    rates: Any
-    num_rates: Any
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class WalkRules:
+class WalkRules(Columns):
     """Rules of the sessions that the pool does not hold. Build one with `allocate`.
 
     Attributes:
@@ -118,13 +110,6 @@ class WalkRules:
     level: torch.Tensor
     rates: torch.Tensor
     num_rates: torch.Tensor
-    arrays: tuple[Any, ...] = field(init=False, repr=False)
-    """On a CPU: `RulesArrays`."""
-
-    def __post_init__(self) -> None:
-        if self.level.device.type == "cpu":
-            arrays = tuple(getattr(self, name).numpy() for name in RulesArrays._fields)
-            object.__setattr__(self, "arrays", arrays)
 
     @classmethod
     def allocate(cls, sessions: int, device: torch.device | str = "cpu") -> WalkRules:
@@ -134,6 +119,9 @@ class WalkRules:
             rates=torch.zeros(sessions, MAX_RATES, dtype=torch.float32, device=device),
             num_rates=torch.zeros(sessions, dtype=torch.int32, device=device),
         )
+
+
+WalkRulesArrays = arrays_type(WalkRules)
 
 
 def coin_rates(rates: Sequence[float]) -> list[float]:
@@ -151,20 +139,8 @@ def coin_rates(rates: Sequence[float]) -> list[float]:
     return [math.ceil(rate * 2**24) / 2**24 for rate in rates]
 
 
-class WalksArrays(NamedTuple):
-    """Columns of `Walks` on a CPU, as numpy arrays over the same memory."""
-
-    tokens: Any
-    num_tokens: Any
-    accepted: Any
-    num_accepted: Any
-    num_emitted: Any
-    finish: Any
-    selected: Any
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Walks:
+class Walks(Columns):
     """The outcome of a round. Build one with `allocate`.
 
     By row of the pool, as `re_root` takes them:
@@ -184,6 +160,7 @@ class Walks:
             to 3, lowest first, 1023 at most.
     """
 
+    KERNELS_ALONE: ClassVar = ("tree_ends",)
     tokens: torch.Tensor
     num_tokens: torch.Tensor
     accepted: torch.Tensor
@@ -192,13 +169,6 @@ class Walks:
     finish: torch.Tensor
     selected: torch.Tensor
     tree_ends: torch.Tensor
-    arrays: tuple[Any, ...] = field(init=False, repr=False)
-    """On a CPU: `WalksArrays`."""
-
-    def __post_init__(self) -> None:
-        if self.tokens.device.type == "cpu":
-            arrays = tuple(getattr(self, name).numpy() for name in WalksArrays._fields)
-            object.__setattr__(self, "arrays", arrays)
 
     @classmethod
     def allocate(cls, pool: Pool, *, sessions: int, most: int) -> Walks:
@@ -230,6 +200,9 @@ class Walks:
             selected=column(sessions),
             tree_ends=column(pool.sessions),
         )
+
+
+WalksArrays = arrays_type(Walks)
 
 
 def walk(
@@ -302,7 +275,7 @@ def walk_reference(
 @compiled
 def _walk(pool_arrays: Any, packed_arrays: Any, columns: Any, rules_arrays: Any, walks_arrays: Any, level: int) -> None:
     pool, packed = PoolArrays(*pool_arrays), PackedArrays(*packed_arrays)
-    rules, walks = RulesArrays(*rules_arrays), WalksArrays(*walks_arrays)
+    rules, walks = WalkRulesArrays(*rules_arrays), WalksArrays(*walks_arrays)
     choices, decided, parameters = columns
     tokens, parents, entries = packed.tokens, packed.parents, packed.entries
     walks.num_tokens[:] = 0
