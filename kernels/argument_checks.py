@@ -18,7 +18,6 @@ __all__ = [
     "check_columns",
     "check_dtype",
     "check_place",
-    "node_view",
     "write_back",
 ]
 
@@ -54,23 +53,6 @@ def check_columns(owner: str, device: torch.device, columns: Mapping[str, tuple[
         check_at_least(f"{name} size", tensor.shape[0], needed)
         check_dtype(name, tensor, (torch.bool,) if name.endswith("_mask") else INDEX_DTYPES)
         check_place(name, tensor, device, owner)
-
-
-def node_view(name: str, tensor: torch.Tensor, requests: int, nodes: int) -> torch.Tensor:
-    """The first [requests, nodes] of `tensor`, given as such a matrix or a larger one, or flat; a view, for writing.
-
-    Raises:
-        ValueError: `tensor` is too small, or neither flat nor a matrix.
-    """
-    if tensor.dim() == 1:
-        check_at_least(f"{name} size", tensor.shape[0], requests * nodes)
-        return tensor[: requests * nodes].view(requests, nodes)
-    if tensor.dim() != 2:
-        shapes = f"[{requests}, {nodes}] or [{requests * nodes}]"
-        raise ValueError(f"{name}: shape {list(tensor.shape)} given, {shapes} needed")
-    check_at_least(f"{name} rows", tensor.shape[0], requests)
-    check_at_least(f"{name} columns", tensor.shape[1], nodes)
-    return tensor[:requests, :nodes]
 
 
 def write_back(outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:

@@ -30,10 +30,10 @@ from enum import IntEnum
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, node_view, write_back
+from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, write_back
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.build_tree_kernels import launch_build_tree
-from outrider.kernels.tree_links import first_marked, links_of_parents
+from outrider.kernels.tree_links import first_marked, link_views, links_of_parents
 
 __all__ = ["MAX_TREE_NODES", "TreeMaskMode", "build_tree_kernel_efficient", "build_tree_reference"]
 
@@ -93,16 +93,10 @@ def build_tree_kernel_efficient(
     mode, nodes = TreeMaskMode(tree_mask_mode), draft_token_num
     _check_tree(parent_list, selected_index, verified_seq_len, topk, depth, nodes)
     requests = selected_index.shape[0]
-    links = {
-        "positions": positions,
-        "retrive_index": retrive_index,
-        "retrive_next_token": retrive_next_token,
-        "retrive_next_sibling": retrive_next_sibling,
-    }
-    for name, tensor in links.items():
-        check_dtype(name, tensor)
-        check_place(name, tensor, selected_index.device, "selected_index")
-    outputs = [node_view(name, tensor, requests, nodes) for name, tensor in links.items()]
+    outputs = link_views(
+        positions, retrive_index, retrive_next_token, retrive_next_sibling,
+        shape=(requests, nodes), like=selected_index, owner="selected_index",
+    )  # fmt: skip
     _check_mask(tree_mask, verified_seq_len, requests, nodes, mode)
     if requests == 0:
         return

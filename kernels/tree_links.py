@@ -1,4 +1,4 @@
-"""Retrieve links from parents: the first child and the next sibling of every node of a tree.
+"""Retrieve links, the first child and the next sibling of every node of a tree: from parents, and checks of them.
 
     next_token[i]   = smallest k with parent[k] == i, -1 if none
     next_sibling[i] = smallest k > i with parent[k] == parent[i], -1 if none or if parent[i] == -1
@@ -9,16 +9,96 @@ differs (`outrider.kernels.build_tree`, `outrider.kernels.tree_mask`), what foll
 Shapes: bs requests, n nodes of a request with its root, R nodes of a program.
 """
 
-# compile-time parameters of kernels are upper case
-# ruff: noqa: N803
+# compile-time parameters of kernels are upper case; operators take positional columns
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 
 import torch
 
-from outrider.kernels.backend import jit, tl
+from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
+from outrider.kernels.backend import check_shape, jit, tl
 
-__all__ = ["first_marked", "links_of_parents", "links_of_rows", "stretch_of"]
+__all__ = ["check_walk", "first_marked", "link_views", "links_of_parents", "links_of_rows", "stretch_of"]
+
+
+def check_walk(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    *,
+    rows: int | None = None,
+) -> None:
+    """Check what an operator that walks down trees [bs, n] writes and the trees themselves.
+
+    `predicts` holds `rows` tokens, bs * n by default.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, or an output too small, naming the argument.
+    """
+    check_shape("candidates", candidates, ("bs", "n"))
+    requests = candidates.shape[0]
+    links = {
+        "candidates": candidates,
+        "retrive_index": retrive_index,
+        "retrive_next_token": retrive_next_token,
+        "retrive_next_sibling": retrive_next_sibling,
+    }
+    for name, tensor in links.items():
+        check_shape(name, tensor, tuple(candidates.shape))
+    check_shape("accept_index", accept_index, ("bs", "S"))
+    check_shape("accept_token_num", accept_token_num, ("bs",))
+    check_at_least("predicts size", predicts.numel(), candidates.numel() if rows is None else rows)
+    check_at_least("accept_index rows", accept_index.shape[0], requests)
+    check_at_least("accept_index columns", accept_index.shape[1], 1)
+    check_at_least("accept_token_num size", accept_token_num.shape[0], requests)
+    outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
+    for name, tensor in (links | outputs).items():
+        check_dtype(name, tensor)
+        check_place(name, tensor, candidates.device, "candidates")
+
+
+def link_views(
+    positions: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    *,
+    shape: tuple[int, int],
+    like: torch.Tensor,
+    owner: str,
+) -> list[torch.Tensor]:
+    """Return views [bs, n] of what an operator writes of trees, for writing; each is given so, or larger, or flat.
+
+    Raises:
+        ValueError: a tensor that is too small, of no index type or not beside `like`, the argument called `owner`.
+    """
+    outputs = {
+        "positions": positions,
+        "retrive_index": retrive_index,
+        "retrive_next_token": retrive_next_token,
+        "retrive_next_sibling": retrive_next_sibling,
+    }
+    for name, tensor in outputs.items():
+        check_dtype(name, tensor)
+        check_place(name, tensor, like.device, owner)
+    return [_node_view(name, tensor, *shape) for name, tensor in outputs.items()]
+
+
+def _node_view(name: str, tensor: torch.Tensor, requests: int, nodes: int) -> torch.Tensor:
+    if tensor.dim() == 1:
+        check_at_least(f"{name} size", tensor.shape[0], requests * nodes)
+        return tensor[: requests * nodes].view(requests, nodes)
+    if tensor.dim() != 2:
+        shapes = f"[{requests}, {nodes}] or [{requests * nodes}]"
+        raise ValueError(f"{name}: shape {list(tensor.shape)} given, {shapes} needed")
+    check_at_least(f"{name} rows", tensor.shape[0], requests)
+    check_at_least(f"{name} columns", tensor.shape[1], nodes)
+    return tensor[:requests, :nodes]
 
 
 def stretch_of(nodes: int) -> int:

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, node_view, write_back
+from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, write_back
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
-from outrider.kernels.tree_links import first_marked, links_of_parents, links_of_rows, stretch_of
+from outrider.kernels.tree_links import first_marked, link_views, links_of_parents, links_of_rows, stretch_of
 
 __all__ = [
     "reconstruct_indices_from_tree_mask",
@@ -71,16 +71,12 @@ def reconstruct_indices_from_tree_mask(
     check_dtype("tree_mask", tree_mask, (torch.bool,))
     check_shape("verified_seq_len", verified_seq_len, ("bs",))
     check_at_least("verified_seq_len size", verified_seq_len.shape[0], batch_size)
-    links = {
-        "positions": positions,
-        "retrive_index": retrive_index,
-        "retrive_next_token": retrive_next_token,
-        "retrive_next_sibling": retrive_next_sibling,
-    }
-    for name, tensor in (("verified_seq_len", verified_seq_len), *links.items()):
-        check_dtype(name, tensor)
-        check_place(name, tensor, tree_mask.device, "tree_mask")
-    outputs = [node_view(name, tensor, batch_size, draft_token_num) for name, tensor in links.items()]
+    check_dtype("verified_seq_len", verified_seq_len)
+    check_place("verified_seq_len", verified_seq_len, tree_mask.device, "tree_mask")
+    outputs = link_views(
+        positions, retrive_index, retrive_next_token, retrive_next_sibling,
+        shape=(batch_size, draft_token_num), like=tree_mask, owner="tree_mask",
+    )  # fmt: skip
     if batch_size == 0:
         return
     written = [output.contiguous() for output in outputs]

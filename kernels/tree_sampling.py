@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place
+from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, write_back
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.residual_sampling import residual_tokens_reference
+from outrider.kernels.tree_links import check_walk
 from outrider.kernels.tree_sampling_kernels import launch_tree_sampling, rounded_thresholds
 
 __all__ = ["tree_speculative_sampling_target_only", "tree_speculative_sampling_target_only_reference"]
@@ -73,8 +74,8 @@ def tree_speculative_sampling_target_only(
     """
     links = (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     coins = (uniform_samples, uniform_samples_for_final_sampling)
-    _check_outputs(predicts, accept_index, accept_token_num, candidates)
-    _check_inputs(links, coins, target_probs, draft_probs)
+    check_walk(predicts, accept_index, accept_token_num, *links)
+    _check_inputs(candidates, coins, target_probs, draft_probs)
     if candidates.numel() == 0:
         return
     run = launch_tree_sampling if uses_triton(candidates) else tree_speculative_sampling_target_only_reference
@@ -82,38 +83,17 @@ def tree_speculative_sampling_target_only(
     run(
         flat, accept_index, accept_token_num, *links, *coins, target_probs, draft_probs, threshold_single, threshold_acc
     )
-    if not predicts.is_contiguous():
-        predicts.copy_(flat.view_as(predicts))
-
-
-def _check_outputs(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor, candidates: torch.Tensor
-) -> None:
-    check_shape("candidates", candidates, ("bs", "n"))
-    check_shape("accept_index", accept_index, ("bs", "S"))
-    check_shape("accept_token_num", accept_token_num, ("bs",))
-    check_at_least("predicts size", predicts.numel(), candidates.numel())
-    check_at_least("accept_index rows", accept_index.shape[0], candidates.shape[0])
-    check_at_least("accept_index columns", accept_index.shape[1], 1)
-    check_at_least("accept_token_num size", accept_token_num.shape[0], candidates.shape[0])
-    outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
-    for name, tensor in outputs.items():
-        check_dtype(name, tensor)
-        check_place(name, tensor, candidates.device, "candidates")
+    write_back([predicts], [flat])
 
 
 def _check_inputs(
-    links: tuple[torch.Tensor, ...],
+    candidates: torch.Tensor,
     coins: tuple[torch.Tensor, torch.Tensor],
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor | None,
 ) -> None:
-    requests, nodes = links[0].shape
-    names = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling")
+    requests, nodes = candidates.shape
     inputs: list[tuple[str, torch.Tensor, tuple[int | str, ...], tuple[torch.dtype, ...]]] = [
-        (name, tensor, (requests, nodes), INDEX_DTYPES) for name, tensor in zip(names, links, strict=True)
-    ]
-    inputs += [
         ("uniform_samples", coins[0], (requests, nodes), (torch.float32,)),
         ("uniform_samples_for_final_sampling", coins[1], (requests,), (torch.float32,)),
         ("target_probs", target_probs, (requests, nodes, "V"), (torch.float32, torch.bfloat16)),
@@ -123,7 +103,7 @@ def _check_inputs(
     for name, tensor, shape, dtypes in inputs:
         check_shape(name, tensor, shape)
         check_dtype(name, tensor, dtypes)
-        check_place(name, tensor, links[0].device, "candidates")
+        check_place(name, tensor, candidates.device, "candidates")
     check_at_least("target_probs vocabulary", target_probs.shape[2], 1)
 
 

@@ -17,31 +17,17 @@ path, so at most S - 1 are accepted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
-from outrider.kernels.backend import check_shape, uses_triton
+from outrider.kernels.argument_checks import check_place
+from outrider.kernels.backend import uses_triton
 from outrider.kernels.coupled_sampling import coupled_choice_reference
 from outrider.kernels.coupled_sampling_kernels import launch_choice
-from outrider.kernels.sampling_rows import SamplingRows, checked_rows
-from outrider.kernels.verify_tree import launch_verify_tree_greedy, verify_tree_greedy_reference
+from outrider.kernels.sampling_rows import checked_rows
+from outrider.kernels.tree_links import check_walk
+from outrider.kernels.verify_tree import follow_choices
 
-__all__ = ["verify_coupled", "verify_coupled_reference"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class TreeWalk:
-    """Checked trees [bs, n] and outputs of a walk, under the names of `verify_coupled`'s arguments."""
-
-    candidates: torch.Tensor
-    retrive_index: torch.Tensor
-    retrive_next_token: torch.Tensor
-    retrive_next_sibling: torch.Tensor
-    predicts: torch.Tensor
-    accept_index: torch.Tensor
-    accept_token_num: torch.Tensor
+__all__ = ["verify_coupled"]
 
 
 def verify_coupled(
@@ -87,71 +73,9 @@ def verify_coupled(
         ValueError: a shape, dtype or device that does not fit, or an output too small, naming the argument.
     """
     rows = checked_rows(logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, choice_index)
-    walk = TreeWalk(
-        candidates=candidates,
-        retrive_index=retrive_index,
-        retrive_next_token=retrive_next_token,
-        retrive_next_sibling=retrive_next_sibling,
-        predicts=predicts,
-        accept_index=accept_index,
-        accept_token_num=accept_token_num,
-    )
-    _check_walk(walk, rows.logits)
-    if not uses_triton(logits):
-        return verify_coupled_reference(rows, walk)
-    choices = launch_choice(rows)
-    _launch_walk(choices, walk)
+    links = (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
+    check_walk(predicts, accept_index, accept_token_num, *links, rows=logits.shape[0])
+    check_place("candidates", candidates, logits.device, "logits")
+    choices = launch_choice(rows) if uses_triton(logits) else coupled_choice_reference(rows)
+    follow_choices(predicts, accept_index, accept_token_num, *links, choices)
     return choices
-
-
-def verify_coupled_reference(rows: SamplingRows, walk: TreeWalk) -> torch.Tensor:
-    """`verify_coupled` in plain torch: the two references, one after the other."""
-    choices = coupled_choice_reference(rows)
-    if walk.candidates.numel() > 0:
-        verify_tree_greedy_reference(
-            walk.predicts,
-            walk.accept_index,
-            walk.accept_token_num,
-            walk.candidates,
-            walk.retrive_index,
-            walk.retrive_next_token,
-            walk.retrive_next_sibling,
-            choices,
-        )
-    return choices
-
-
-def _check_walk(walk: TreeWalk, logits: torch.Tensor) -> None:
-    check_shape("candidates", walk.candidates, ("bs", "n"))
-    requests, nodes = walk.candidates.shape
-    for name in ("retrive_index", "retrive_next_token", "retrive_next_sibling"):
-        check_shape(name, getattr(walk, name), (requests, nodes))
-    check_shape("predicts", walk.predicts, ("T",))
-    check_shape("accept_index", walk.accept_index, ("bs", "S"))
-    check_shape("accept_token_num", walk.accept_token_num, ("bs",))
-    check_at_least("predicts size", walk.predicts.shape[0], logits.shape[0])
-    check_at_least("accept_index rows", walk.accept_index.shape[0], requests)
-    check_at_least("accept_index columns", walk.accept_index.shape[1], 1)
-    check_at_least("accept_token_num size", walk.accept_token_num.shape[0], requests)
-    for name in TreeWalk.__slots__:
-        tensor = getattr(walk, name)
-        check_dtype(name, tensor)
-        check_place(name, tensor, logits.device, "logits")
-
-
-def _launch_walk(choices: torch.Tensor, walk: TreeWalk) -> None:
-    if walk.candidates.numel() == 0:
-        return
-    predicts = walk.predicts.contiguous()
-    launch_verify_tree_greedy(
-        predicts,
-        walk.accept_index,
-        walk.accept_token_num,
-        walk.candidates,
-        walk.retrive_index,
-        walk.retrive_next_token,
-        walk.retrive_next_sibling,
-        choices,
-    )
-    if not walk.predicts.is_contiguous():
-        walk.predicts.copy_(predicts)

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
+from outrider.kernels.argument_checks import check_dtype, check_place, write_back
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.tree_links import check_walk
 
-__all__ = ["launch_verify_tree_greedy", "verify_tree_greedy", "verify_tree_greedy_reference"]
+__all__ = ["follow_choices", "verify_tree_greedy", "verify_tree_greedy_reference"]
 
 
 def verify_tree_greedy(
@@ -51,50 +52,33 @@ def verify_tree_greedy(
         retrive_index: [bs, n] int.
         retrive_next_token: [bs, n] int.
         retrive_next_sibling: [bs, n] int.
-        target_predict: [bs, n] int, the target's choice at every node.
+        target_predict: [bs, n] or flat int, the target's choice at every node.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, or an output too small, naming the argument.
     """
-    links = (candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict)
-    _check_arguments(predicts, accept_index, accept_token_num, links)
-    if candidates.numel() == 0:
-        return
-    run = launch_verify_tree_greedy if uses_triton(candidates) else verify_tree_greedy_reference
-    flat = predicts.contiguous().view(-1)
-    run(flat, accept_index, accept_token_num, *links)
-    if not predicts.is_contiguous():
-        predicts.copy_(flat.view_as(predicts))
+    walk = (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
+    check_walk(predicts, accept_index, accept_token_num, *walk)
+    shape = tuple(candidates.shape) if target_predict.dim() > 1 else (candidates.numel(),)
+    check_shape("target_predict", target_predict, shape)
+    check_dtype("target_predict", target_predict)
+    check_place("target_predict", target_predict, candidates.device, "candidates")
+    follow_choices(predicts, accept_index, accept_token_num, *walk, target_predict)
 
 
-def _check_arguments(
+def follow_choices(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
     accept_token_num: torch.Tensor,
-    links: tuple[torch.Tensor, ...],
+    *links: torch.Tensor,
 ) -> None:
-    candidates = links[0]
-    check_shape("candidates", candidates, ("bs", "n"))
-    requests, nodes = candidates.shape
-    names = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling", "target_predict")
-    for name, tensor in zip(names, links, strict=True):
-        if name == "target_predict" and tensor.dim() == 1:
-            check_shape(name, tensor, (requests * nodes,))
-        else:
-            check_shape(name, tensor, (requests, nodes))
-    check_shape("accept_index", accept_index, ("bs", "S"))
-    check_shape("accept_token_num", accept_token_num, ("bs",))
-    for name, given, needed in (
-        ("predicts size", predicts.numel(), requests * nodes),
-        ("accept_index rows", accept_index.shape[0], requests),
-        ("accept_index columns", accept_index.shape[1], 1),
-        ("accept_token_num size", accept_token_num.shape[0], requests),
-    ):
-        check_at_least(name, given, needed)
-    outputs = (("predicts", predicts), ("accept_index", accept_index), ("accept_token_num", accept_token_num))
-    for name, tensor in (*zip(names, links, strict=True), *outputs):
-        check_dtype(name, tensor)
-        check_place(name, tensor, candidates.device, "candidates")
+    """`verify_tree_greedy` of checked arguments; `target_predict` may have any number of rows."""
+    if links[0].numel() == 0:
+        return
+    run = _launch if uses_triton(links[0]) else verify_tree_greedy_reference
+    flat = predicts.contiguous().view(-1)
+    run(flat, accept_index, accept_token_num, *links)
+    write_back([predicts], [flat])
 
 
 def verify_tree_greedy_reference(
@@ -152,17 +136,13 @@ def _walk(
     return path
 
 
-def launch_verify_tree_greedy(
+def _launch(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
     accept_token_num: torch.Tensor,
     candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
+    *links_and_targets: torch.Tensor,
 ) -> None:
-    """The kernel alone, for checked arguments: `predicts` contiguous, rows in [0, size of `target_predict`)."""
     requests, nodes = candidates.shape
     path_nodes = accept_index.shape[1]
     block = triton.next_power_of_2(max(nodes, 32))
@@ -171,15 +151,12 @@ def launch_verify_tree_greedy(
         accept_index,
         accept_token_num,
         candidates.contiguous(),
-        retrive_index.contiguous(),
-        retrive_next_token.contiguous(),
-        retrive_next_sibling.contiguous(),
-        target_predict.contiguous(),
+        *(tensor.contiguous() for tensor in links_and_targets),
         accept_index.stride(0),
         accept_index.stride(1),
         accept_token_num.stride(0),
         nodes,
-        target_predict.numel(),
+        links_and_targets[-1].numel(),
         path_nodes,
         N=block,
         P=triton.next_power_of_2(max(path_nodes, 32)),
