@@ -38,6 +38,7 @@ __all__ = [
     "coupled_topk",
     "coupled_topk_scored",
     "coupled_topk_scored_reference",
+    "row_threshold",
 ]
 
 
@@ -209,10 +210,11 @@ def _thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
     # numpy sorts float32 thirty times faster than torch on a CPU.
     ascending = np.sort(scaled.numpy(), axis=-1)
     parameters = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    return torch.tensor([_threshold(row, *of_row) for row, of_row in zip(ascending, parameters, strict=True)])
+    return torch.tensor([row_threshold(row, *of_row) for row, of_row in zip(ascending, parameters, strict=True)])
 
 
-def _threshold(ascending: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
+def row_threshold(ascending: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
+    """The smallest z that all three filters keep, of a row's z in ascending order."""
     largest = ascending[-1]
     threshold = np.float32(-np.inf)
     if not np.isfinite(largest):

@@ -20,11 +20,11 @@ import math
 import numpy as np
 import torch
 
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.backend import jit, tl, triton, uses_triton
+from outrider.kernels.coupled_sampling import row_threshold
+from outrider.kernels.sampling_rows import check_sampling
 
 __all__ = ["filtered_probs", "filtered_probs_reference"]
-
-_COLUMNS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def filtered_probs(
@@ -49,16 +49,7 @@ def filtered_probs(
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
-    check_shape("logits", logits, ("T", "V"))
-    if logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits: {list(logits.shape)} {logits.dtype} given, at least one floating column needed")
-    for name, column in zip(_COLUMNS, (temperature, top_k, top_p, min_p), strict=True):
-        check_shape(name, column, (logits.shape[0],))
-        if column.device != logits.device:
-            raise ValueError(f"{name}: device {column.device} given, {logits.device} (that of logits) needed")
-        if column.is_floating_point() == (name == "top_k"):
-            needed = "torch.int32 or torch.int64" if name == "top_k" else "torch.float32"
-            raise ValueError(f"{name}: dtype {column.dtype} given, {needed} needed")
+    check_sampling(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     run = _launch if uses_triton(logits) else filtered_probs_reference
     return run(logits, temperature, top_k, top_p, min_p)
 
@@ -73,29 +64,9 @@ def filtered_probs_reference(
     """`filtered_probs` in plain torch; only rows with a filter are sorted."""
     scaled = logits.float() / temperature.clamp(min=1e-30)[:, None]
     for row in ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().flatten().tolist():
-        threshold = _threshold(scaled[row].numpy(), int(top_k[row]), float(top_p[row]), float(min_p[row]))
+        threshold = row_threshold(np.sort(scaled[row].numpy()), int(top_k[row]), float(top_p[row]), float(min_p[row]))
         scaled[row].masked_fill_(scaled[row] < threshold, -math.inf)
     return scaled.softmax(dim=-1).masked_fill_((scaled == -math.inf).all(dim=-1)[:, None], 0.0)
-
-
-def _threshold(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
-    """The smallest z that all three filters keep."""
-    # numpy sorts float32 thirty times faster than torch on a CPU.
-    descending = np.sort(scaled)[::-1]
-    largest = descending[0]
-    if not np.isfinite(largest):
-        # Nothing may be chosen, or the row is broken: numpy sorts NaN behind the largest.
-        return -math.inf
-    if 0 < top_k < descending.size:
-        # Tokens that tie with the last one kept are kept.
-        descending = descending[descending >= descending[top_k - 1]]
-    threshold = descending[-1]
-    if top_p < 1:
-        mass = np.cumsum(np.exp(descending - largest), dtype=np.float64)
-        threshold = descending[np.searchsorted(mass, top_p * mass[-1])]
-    if min_p > 0:
-        threshold = max(threshold, largest + np.float32(math.log(min_p)))
-    return float(threshold)
 
 
 def _launch(

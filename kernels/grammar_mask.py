@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 
 _WORD = 32
@@ -42,10 +43,8 @@ def apply_grammar_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.T
         ("rows", rows, torch.int32),
         ("masks", masks, torch.int32),
     ):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name}: dtype {tensor.dtype} given, {dtype} needed")
-        if tensor.device != logits.device:
-            raise ValueError(f"{name}: device {tensor.device} given, {logits.device} (that of logits) needed")
+        check_dtype(name, tensor, (dtype,))
+        check_place(name, tensor, logits.device, "logits")
     if not rows.shape[0] or not logits.numel():
         return
     if uses_triton(logits):

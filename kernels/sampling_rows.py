@@ -1,4 +1,4 @@
-"""Arguments of the operators of `outrider.kernels.coupled_sampling`, checked once for reference and Triton."""
+"""Arguments of the operators that sample, checked once for reference and Triton."""
 
 # operators take positional columns
 # ruff: noqa: PLR0917
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape
 
 _FLOATING = ("temperature", "top_p", "min_p")
@@ -52,26 +53,23 @@ def checked_rows(
         logit_bias=logit_bias,
         choice_index=choice_index,
     )
-    check_shape("logits", logits, ("T", "V"))
-    if logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits: {list(logits.shape)} {logits.dtype} given, at least one floating column needed")
-    for name in (*_FLOATING, "seeds", "positions", "top_k", "choice_index"):
-        column = getattr(rows, name)
-        if column is None:
-            continue
-        check_shape(name, column, (logits.shape[0],))
-        if column.device != logits.device:
-            raise ValueError(f"{name}: device {column.device} given, {logits.device} (that of logits) needed")
-        if column.is_floating_point() != (name in _FLOATING):
-            raise ValueError(f"{name}: dtype {column.dtype} given, {_needed_dtype(name)} needed")
-    if seeds.dtype != torch.int64:
-        raise ValueError(f"seeds: dtype {seeds.dtype} given, torch.int64 needed")
+    names = (*_FLOATING, "seeds", "positions", "top_k", "choice_index")
+    check_sampling(logits, **{name: column for name in names if (column := getattr(rows, name)) is not None})
+    check_dtype("seeds", seeds, (torch.int64,))
     if logit_bias is not None:
         check_shape("logit_bias", logit_bias, tuple(logits.shape))
-        if logit_bias.device != logits.device:
-            raise ValueError(f"logit_bias: device {logit_bias.device} given, {logits.device} (that of logits) needed")
+        check_place("logit_bias", logit_bias, logits.device, "logits")
     return rows
 
 
-def _needed_dtype(name: str) -> str:
-    return "torch.float32" if name in _FLOATING else "torch.int32 or torch.int64"
+def check_sampling(logits: torch.Tensor, **columns: torch.Tensor) -> None:
+    """Raise ValueError unless `logits` are [T, V] and each column, by its name, is [T], of its type and beside them."""
+    check_shape("logits", logits, ("T", "V"))
+    if logits.shape[1] == 0 or not logits.is_floating_point():
+        raise ValueError(f"logits: {list(logits.shape)} {logits.dtype} given, at least one floating column needed")
+    for name, column in columns.items():
+        check_shape(name, column, (logits.shape[0],))
+        check_place(name, column, logits.device, "logits")
+        if column.is_floating_point() != (name in _FLOATING):
+            needed = "torch.float32" if name in _FLOATING else "torch.int32 or torch.int64"
+            raise ValueError(f"{name}: dtype {column.dtype} given, {needed} needed")
