@@ -5,7 +5,7 @@
 #
 # Without names everything but the last two, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end
 # and replicas. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: pool, the candidate
-# pool's tests, sanitizers and figures (eight minutes); rounds, a target's rounds in process (eight).
+# pool's tests, sanitizers and figures (four minutes); rounds, a target's rounds in process (eight).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
@@ -106,8 +106,7 @@ for name in "$@"; do
                 part 150 "pool_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
                     "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -k "short or rings" tests/kernels/pool
             done
-            part 120 pool_kernels "$python" benchmarks/kernels.py --only pool --output-json "$out/pool.json"
-            part 250 pool_tokens "$python" benchmarks/pool_tokens.py --rounds 100000 --device cuda ;;
+            part 120 pool_kernels "$python" benchmarks/kernels.py --only pool --output-json "$out/pool.json" ;;
         rounds) widened target 8b 8192
             rounds rounds 300 --modes off replay --sessions 1 16 64 256
             rounds rounds_timeline 90 --modes replay --sessions 1 --max-new-tokens 768 --rounds 100 --chance 0.9 \

@@ -11,7 +11,6 @@ import torch
 
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.noise import gumbel_from_uint32, gumbel_noise
-from outrider.kernels.verify_tree import verify_tree_greedy
 
 ChiSquare = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -111,34 +110,6 @@ def test_consecutive_choices_are_independent(chi_square_p: ChiSquare) -> None:
     chosen = _choose(_LAW.log().float(), 2 * _DRAWS).view(-1, 2)
     pairs = torch.bincount(chosen[:, 0] * 10 + chosen[:, 1], minlength=100)
     assert chi_square_p(pairs, torch.outer(_LAW, _LAW).flatten()) > _REJECTED
-
-
-def _verified(choices: torch.Tensor) -> torch.Tensor:
-    """First tokens emitted by trees whose root has the children 0, 1 and 2, given the target's choice at the root."""
-    draws = len(choices)
-    candidates = torch.tensor([9, 0, 1, 2]).expand(draws, -1)
-    links = (torch.arange(draws * 4).view(draws, 4), torch.tensor([1, -1, -1, -1]), torch.tensor([-1, 2, 3, -1]))
-    targets = choices[:, None].repeat(1, 4)
-    predicts = torch.zeros(draws * 4, dtype=torch.int32)
-    index, accepted = torch.zeros(draws, 3, dtype=torch.int32), torch.zeros(draws, dtype=torch.int32)
-    verify_tree_greedy(
-        predicts, index, accepted, candidates, links[0],
-        links[1].expand(draws, -1), links[2].expand(draws, -1), targets,
-    )  # fmt: skip
-    assert torch.equal(accepted > 0, choices < 3)
-    return predicts[index[:, 0].long()].long()
-
-
-def test_verified_tokens_follow_the_targets_law(chi_square_p: ChiSquare) -> None:
-    first = _verified(_choose(_LAW.log().float(), _DRAWS))
-    assert chi_square_p(torch.bincount(first, minlength=10), _LAW) > _REJECTED
-
-
-def test_a_broken_verifier_is_found_out(chi_square_p: ChiSquare) -> None:
-    # It prefers the draft's first child whenever the target's choice is any of the children.
-    first = _verified(_choose(_LAW.log().float(), _DRAWS))
-    lenient = torch.where(first < 3, 0, first)
-    assert chi_square_p(torch.bincount(lenient, minlength=10), _LAW) < _REJECTED
 
 
 # A head of three tokens and tails of 1e-4, 1e-5 and 1e-6, spread over a vocabulary of 128,256.

@@ -131,20 +131,6 @@ def _check_malformed(device: torch.device) -> None:
     assert written["predicts"].tolist() == [7, -7, -7, 5, -7, 6, 1, -7, -7, 4, -7, -7]
 
 
-def _check_strides_and_larger_buffers(device: torch.device) -> None:
-    columns = _forced([3, 0, 6])
-    candidates = torch.tensor([[0, 9, 3, 9, 3, 9]], device=device)[:, ::2]
-    chain = _links((candidates.int(), *(torch.tensor([row]) for row in ([0, 1, 2], [1, -1, -1], [-1, 2, -1]))))
-    wide = torch.full((16,), _UNTOUCHED, dtype=torch.int64, device=device)
-    index = torch.full((2, 8), _UNTOUCHED, dtype=torch.int32, device=device)
-    accepted = torch.full((4,), _UNTOUCHED, dtype=torch.int32, device=device)
-    moved = {name: value.to(device) for name, value in {**columns, **chain}.items()}
-    verify_coupled(**moved, predicts=wide[::2], accept_index=index[:, ::2], accept_token_num=accepted[::2])
-    assert wide.tolist() == [3, -7, 0] + [-7] * 13
-    assert index.tolist() == [[0, -7, 1, -7, -7, -7, -7, -7], [-7] * 8]
-    assert accepted.tolist() == [1, -7, -7, -7]
-
-
 def test_random_trees_against_brute_force() -> None:
     _check_random_trees(_CPU, rounds=40)
 
@@ -153,20 +139,12 @@ def test_malformed_links_do_no_harm() -> None:
     _check_malformed(_CPU)
 
 
-def test_strides_and_larger_buffers() -> None:
-    _check_strides_and_larger_buffers(_CPU)
-
-
 def test_triton_random_trees(triton_device: torch.device) -> None:
     _check_random_trees(triton_device, rounds=2)
 
 
 def test_triton_malformed_links(triton_device: torch.device) -> None:
     _check_malformed(triton_device)
-
-
-def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
-    _check_strides_and_larger_buffers(triton_device)
 
 
 def test_nothing_to_walk_and_nothing_to_choose() -> None:
@@ -299,10 +277,3 @@ def test_cuda_graph_replays_a_step_of_new_trees() -> None:
         assert int(written["accept_token_num"].max()) >= 2
         for name, value in written.items():
             assert torch.equal(held[name].cpu(), value), name
-
-
-@pytest.mark.gpu
-def test_cuda_random_trees_over_a_wide_vocabulary() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    _check_random_trees(torch.device("cuda"), rounds=12, vocab_size=5000, most_nodes=64)

@@ -1,1 +1,0 @@
-"""A toy service around the pool; `benchmarks/pool_tokens.py` is its command line."""
