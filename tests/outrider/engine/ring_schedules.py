@@ -19,13 +19,15 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from outrider.engine.round_rings import Inbox, RingMemory, Rounds
 from outrider.kernels.pool.records import WORDS, RecordKind
+from outrider.kernels.pool.rings import publish_early_reference, publish_report_reference, take_records_reference
 
 # A machine with a GPU may be without it.
 greenlet: Any = importlib.import_module("greenlet") if importlib.util.find_spec("greenlet") else None
@@ -133,7 +135,7 @@ class Schedule:
         self.now.run.switch()
 
 
-def first_fault(scenario: Scenario, host: ModuleType, device: ModuleType) -> tuple[Exception | None, int]:
+def first_fault(scenario: Scenario) -> tuple[Exception | None, int]:
     """The first fault that a schedule leads to, None if none does; and how many schedules were followed."""
     seen: set[int] = set()
     prefixes: list[tuple[int, ...]] = [()]
@@ -143,7 +145,7 @@ def first_fault(scenario: Scenario, host: ModuleType, device: ModuleType) -> tup
         schedule = Schedule(prefix, seen)
         followed += 1
         try:
-            World(schedule, scenario, host, device).run()
+            World(schedule, scenario).run()
         except Seen:
             pass
         except Exception as fault:  # noqa: BLE001 - any fault is what this looks for
@@ -168,8 +170,6 @@ class Shared:
         # Side and time of the last load and of the last store.
         self._loads: dict[int, tuple[Side, int]] = {}
         self._stores: dict[int, tuple[Side, int]] = {}
-        # Stores that no fence has ordered yet; None where stores are made in order.
-        self.unordered: list[tuple[int, Any]] | None = None
 
     def numpy(self) -> Shared:
         return self
@@ -185,10 +185,7 @@ class Shared:
         places = self._places[key].tolist()
         cells = values.tolist() if hasattr(values, "tolist") else values
         for place, cell in [(places, cells)] if isinstance(places, int) else zip(places, cells, strict=True):
-            if self.unordered is None:
-                self.store(place, cell)
-            else:
-                self.unordered.append((place, cell))
+            self._store(place, cell)
 
     def _load(self, place: int) -> Any:
         if self._every_access or place in self._signals:
@@ -204,7 +201,7 @@ class Shared:
             self._loads[place] = (side, side.time)
         return cell
 
-    def store(self, place: int, cell: Any) -> None:
+    def _store(self, place: int, cell: Any) -> None:
         if self._every_access or place in self._signals:
             self._schedule.turn()
         side = self._schedule.now
@@ -235,12 +232,6 @@ class Scenario:
     most: int = 2
     tokens: int = 1
     every_access: bool = False
-    # Rules that no line of the modules stands for: they are kept by the device, or where reports are delivered.
-    records_name_generation: bool = True
-    reports_name_generation: bool = True
-    fence: bool = True
-    # More than one, to see what becomes of reports alone.
-    early_buffers: int = 1
 
 
 @dataclass(kw_only=True)
@@ -285,19 +276,20 @@ class World:
     run, then for each row 1000 x its generation + the token.
     """
 
-    def __init__(self, schedule: Schedule, scenario: Scenario, host: ModuleType, device: ModuleType) -> None:
-        self.schedule, self.scenario, self.operators = schedule, scenario, device
+    def __init__(self, schedule: Schedule, scenario: Scenario) -> None:
+        self.schedule, self.scenario = schedule, scenario
         rows, every = scenario.rows, scenario.every_access
-        memory = host.RingMemory.allocate(records=scenario.ring, early_words=1, report_words=1 + rows, pinned=False)
-        early = memory.early.repeat(scenario.early_buffers, 1)
-        self.shared = SimpleNamespace(
+        memory = RingMemory.allocate(records=scenario.ring, early_words=1, report_words=1 + rows, pinned=False)
+        # Stands for a `RingMemory`.
+        shared: Any = SimpleNamespace(
             ring=Shared(schedule, memory.ring, signals=[], every_access=every),
             head=Shared(schedule, memory.head, signals=[0], every_access=every),
-            early=Shared(schedule, early, signals=np.s_[:, 0], every_access=every),
+            early=Shared(schedule, memory.early, signals=np.s_[:, 0], every_access=every),
             reports=Shared(schedule, memory.reports, signals=np.s_[:, 0], every_access=every),
         )
-        self.inbox = host.Inbox(self.shared, rows=rows)
-        self.rounds = host.Rounds(self.shared, self.inbox)
+        self.shared = shared
+        self.inbox = Inbox(shared, rows=rows)
+        self.rounds = Rounds(shared, self.inbox)
         # The host's.
         self.messages = [message.split() for message in scenario.messages]
         self.clients: dict[int, Client] = {}
@@ -367,7 +359,7 @@ class World:
             assert self.openings[row] is None, "a row was handed out while a launched round could use it"
             self.free_rows -= 1
             self.clients[session] = Client(session=session, row=row, generation=generation)
-            self.by_row[row, generation] = self.by_row[row] = self.clients[session]
+            self.by_row[row, generation] = self.clients[session]
             self.put(session, OPEN)
         client = self.clients[session]
         if verb in {"open", "refill"}:
@@ -422,19 +414,19 @@ class World:
     def launch(self) -> None:
         round_ = self.rounds.launched()
         self.launches.append(self.schedule.host.signal())
-        assert self.bucket == 99 + round_ or self.scenario.early_buffers > 1, "launched before its bucket was known"
+        assert self.bucket == 99 + round_, "launched before its bucket was known"
         assert round_ < 20, "rounds without end"
 
     def deliver(self, report: Any) -> None:
         for row, word in enumerate(report.words[1:].tolist()):
             generation, token = divmod(word, 1000)
             if token:
-                client = self.by_row[(row, generation) if self.scenario.reports_name_generation else row]
+                client = self.by_row[row, generation]
                 assert token // 100 == client.session, "a token was delivered to another session"
                 client.received.append(token)
 
     def run_device(self) -> None:
-        shared, operators, side = self.shared, self.operators, self.schedule.device
+        shared, side = self.shared, self.schedule.device
         records = torch.zeros(self.scenario.most, WORDS, dtype=torch.int32)
         count = torch.zeros(1, dtype=torch.int32)
         tail, rounds, began = (torch.zeros(1, dtype=torch.int64) for _ in range(3))
@@ -442,13 +434,14 @@ class World:
             round_ = int(rounds[0])
             self.schedule.wait(lambda round_=round_: len(self.launches) > round_)
             side.knows = max(side.knows, self.launches[round_])
-            operators.take_records_reference(shared.ring, shared.head, records, count, tail, began)
+            take_records_reference(shared.ring, shared.head, records, count, tail, began)
             for record in records[: int(count[0])].tolist():
                 self.apply(*record)
             running = [opening for opening in self.openings if opening is not None and opening.can_run]
             self.idle_rounds = 0 if running or int(count[0]) else self.idle_rounds + 1
             assert self.idle_rounds < 2, "rounds were launched while no row could run"
-            self.publish(operators.publish_early_reference, shared.early, [10 * (100 + round_) + len(running)], rounds)
+            self.wrote.append([10 * (100 + round_) + len(running)])
+            publish_early_reference(shared.early, torch.tensor(self.wrote[-1]), rounds)
             report = []
             for opening in self.openings:
                 token = 0
@@ -459,14 +452,8 @@ class World:
                 report.append(1000 * (opening.generation if opening is not None else 0) + token)
             can_run = sum(opening is not None and opening.can_run for opening in self.openings)
             self.tails.append(int(tail[0]))
-            self.publish(operators.publish_report_reference, shared.reports, [can_run, *report], tail, rounds)
-
-    def publish(self, operator: Any, buffers: Shared, words: list[int], *counters: torch.Tensor) -> None:
-        self.wrote.append(words)
-        buffers.unordered = None if self.scenario.fence else []
-        operator(buffers, torch.tensor(words), *counters)
-        while buffers.unordered:
-            buffers.store(*buffers.unordered.pop(self.schedule.choose(len(buffers.unordered), "store")))
+            self.wrote.append([can_run, *report])
+            publish_report_reference(shared.reports, torch.tensor(self.wrote[-1]), tail, rounds)
 
     def apply(self, kind: int, row: int, generation: int, number: int, value: int, *rest: int) -> None:
         assert kind, "a record was read before it was written"
@@ -475,7 +462,7 @@ class World:
             assert opening is None, "a row was opened twice"
             self.openings[row] = Opening(session=session, generation=generation, left=self.scenario.tokens)
             return
-        if opening is None or (self.scenario.records_name_generation and opening.generation != generation):
+        if opening is None or opening.generation != generation:
             return
         assert opening.session == session, "a record took effect in another session"
         if kind == LIMITS:
