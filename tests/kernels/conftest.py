@@ -2,7 +2,7 @@
 
 Triton decides at import whether to interpret, so one process cannot hold both. Tests that take `triton_device` come
 twice: their interpreter half is left out of an ordinary run and run by `test_interpreter.py` in a process of its own,
-their CUDA half is marked `gpu` and skipped where there is no CUDA.
+their CUDA half is marked `gpu` and skipped where there is no CUDA. Those that take `device` run the reference too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,23 @@ import torch
 
 from outrider.kernels import backend
 
+_TRITON = ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+@pytest.fixture(params=_TRITON)
 def triton_device(request: pytest.FixtureRequest) -> torch.device:
     """The device on which operators run their Triton kernels."""
-    if request.param == "interpreter":
+    return _device_of(request.param)
+
+
+@pytest.fixture(params=["reference", *_TRITON])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device on which operators run their references, or their Triton kernels."""
+    return _device_of(request.param)
+
+
+def _device_of(kind: str) -> torch.device:
+    if kind != "cuda":
         return torch.device("cpu")
     if backend.INTERPRETED or not torch.cuda.is_available():
         pytest.skip("needs a CUDA device and no interpreter")
@@ -32,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        interpreted = parameters.get("triton_device") == "interpreter"
+        interpreted = "interpreter" in (parameters.get("triton_device"), parameters.get("device"))
         belongs = here not in item.path.parents or interpreted == backend.INTERPRETED
         (kept if belongs else left_out).append(item)
     if left_out:

@@ -165,7 +165,7 @@ def _wild_tree(random: Random, nodes: int, requests: int, dtype: torch.dtype = t
     )
 
 
-def _check_vectors(device: torch.device) -> None:
+def test_recorded_cases(device: torch.device) -> None:
     cases = []
     for name in ("build_tree_kernel_efficient", "build_tree_malformed"):
         cases += json.loads((_VECTORS / f"{name}.json").read_text())["cases"]
@@ -221,7 +221,7 @@ def _check_chain(device: torch.device, nodes: int) -> None:
     _check_against(cycle, 2, device)
 
 
-def _check_buffers(device: torch.device) -> None:
+def test_strides_and_larger_buffers(device: torch.device) -> None:
     """Strided inputs, larger and strided outputs, bits already set, and every word type that is wide enough."""
     tree = _grown_tree(Random(1), 6, 2)
     for words in (torch.uint8, torch.uint16, torch.uint32, torch.int64):
@@ -276,20 +276,12 @@ def _check_round_trip(device: torch.device, sizes: list[tuple[int, int]]) -> Non
         assert found == [built.positions, built.index, built.child, built.sibling]
 
 
-def test_recorded_cases() -> None:
-    _check_vectors(_CPU)
-
-
 def test_grown_and_wild_trees() -> None:
     _check_sizes(_CPU, [(nodes, 1 + nodes % 3) for nodes in range(1, 30)] + [(63, 2), (64, 3), (65, 1), (150, 2)] * 3)
 
 
 def test_chains_and_cycles() -> None:
     _check_chain(_CPU, 200)
-
-
-def test_strides_and_larger_buffers() -> None:
-    _check_buffers(_CPU)
 
 
 def test_a_negative_prefix_does_no_harm() -> None:
@@ -299,10 +291,6 @@ def test_a_negative_prefix_does_no_harm() -> None:
 
 def test_reconstruction_gives_back_what_was_built() -> None:
     _check_round_trip(_CPU, [(nodes, 2) for nodes in (1, 2, 5, 17, 64, 130)])
-
-
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_vectors(triton_device)
 
 
 def test_triton_grown_and_wild_trees(triton_device: torch.device) -> None:
@@ -315,10 +303,6 @@ def test_triton_beyond_one_program(triton_device: torch.device) -> None:
 
 def test_triton_chains_and_cycles(triton_device: torch.device) -> None:
     _check_chain(triton_device, 20)
-
-
-def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
-    _check_buffers(triton_device)
 
 
 def test_triton_stores_past_a_full_mask_are_left_out(triton_device: torch.device) -> None:

@@ -71,7 +71,7 @@ def _check_expand(device: torch.device, given: dict[str, Any], dtype: torch.dtyp
     return wanted
 
 
-def _check_recorded_expansion(device: torch.device) -> None:
+def test_recorded_cases(device: torch.device) -> None:
     for case in json.loads((_VECTORS / "copy_and_expand_inputs.json").read_text())["cases"]:
         found, expected = _check_expand(device, case["inputs"], torch.int64), case["expected"]
         mapping = expected["hidden_state_mapping"] or found["hidden_state_mapping"]
@@ -120,17 +120,9 @@ def _check_wild_expansion(device: torch.device) -> None:
             assert row[:20].eq(row[0]).all() and row[20 + width :].eq(row[0]).all(), place
 
 
-def test_recorded_cases() -> None:
-    _check_recorded_expansion(_CPU)
-
-
 def test_expansion() -> None:
     _check_random_expansion(_CPU, [(1, 1), (2, 3), (3, 40), (20, 9)] * 5)
     _check_wild_expansion(_CPU)
-
-
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_recorded_expansion(triton_device)
 
 
 def test_triton_expansion(triton_device: torch.device) -> None:

@@ -54,7 +54,7 @@ def _check_step(device: torch.device, given: dict[str, Any], dtype: torch.dtype 
     return found
 
 
-def _check_recorded_steps(device: torch.device) -> None:
+def test_recorded_cases(device: torch.device) -> None:
     for case in json.loads((_VECTORS / "eagle_step_slot_mapping.json").read_text())["cases"]:
         expected = case["expected"]
         wanted = [expected[name] for name in ("clamped_positions", "slot_mapping", "seq_lens")]
@@ -84,17 +84,9 @@ def _check_step_in_place(device: torch.device) -> None:
     assert positions.tolist() == [5, 0] and lengths.tolist() == [6, 1] and slots.tolist() == [10, -1]
 
 
-def test_recorded_cases() -> None:
-    _check_recorded_steps(_CPU)
-
-
 def test_steps() -> None:
     _check_random_steps(_CPU, [1, 2, 3, 130] * 6)
     _check_step_in_place(_CPU)
-
-
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_recorded_steps(triton_device)
 
 
 def test_triton_steps(triton_device: torch.device) -> None:

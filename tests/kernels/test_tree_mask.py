@@ -54,7 +54,7 @@ def _forest_masks(generator: torch.Generator, requests: int, nodes: int) -> torc
     return mask
 
 
-def _check_recorded(device: torch.device) -> None:
+def test_recorded_cases(device: torch.device) -> None:
     cases = json.loads((_VECTORS / "reconstruct_indices_from_tree_mask.json").read_text())["cases"]
     assert len(cases) == 1
     for case in cases:
@@ -96,7 +96,7 @@ def _check_masks(
             assert found == _expected(mask, lengths.tolist()), (nodes, requests)
 
 
-def _check_buffers(device: torch.device) -> None:
+def test_strides_and_larger_buffers(device: torch.device) -> None:
     """Strided inputs and outputs, and buffers larger than needed, of which nothing more is written."""
     mask = _forest_masks(torch.Generator().manual_seed(1), 2, 6)
     want = _expected(mask, [5, 9])
@@ -141,16 +141,8 @@ def _check_wild_segments(device: torch.device) -> None:
     assert y.tolist() == [0, 0b11110, 255, 255, 0, 0, 0] + [170] * 8 + [255]
 
 
-def test_recorded_cases() -> None:
-    _check_recorded(_CPU)
-
-
 def test_masks_of_forests_and_of_noise() -> None:
     _check_masks(_CPU, [(nodes, 1 + nodes % 3) for nodes in range(1, 20)] + [(64, 2), (129, 1)])
-
-
-def test_strides_and_larger_buffers() -> None:
-    _check_buffers(_CPU)
 
 
 def test_segments() -> None:
@@ -162,16 +154,8 @@ def test_wild_segments() -> None:
     _check_wild_segments(_CPU)
 
 
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_recorded(triton_device)
-
-
 def test_triton_masks(triton_device: torch.device) -> None:
     _check_masks(triton_device, [(1, 1), (2, 3), (5, 2), (16, 2), (17, 1), (64, 1), (130, 1)])
-
-
-def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
-    _check_buffers(triton_device)
 
 
 def test_triton_segments(triton_device: torch.device) -> None:

@@ -87,7 +87,7 @@ def _run(case: dict[str, Any], path: int, *, reference: bool = False, **threshol
     return [output.tolist() for output in outputs]
 
 
-def _check_vectors(device: torch.device) -> None:
+def test_recorded_cases(device: torch.device) -> None:
     for case in json.loads(_VECTORS.read_text())["cases"]:
         given, expected = case["inputs"], case["expected"]
         links = [
@@ -124,14 +124,6 @@ def _check_vectors(device: torch.device) -> None:
                 "accept_token_num": outputs[2].tolist(),
             }
             assert {name: found[name] for name in expected} == expected, case["name"]
-
-
-def test_recorded_cases() -> None:
-    _check_vectors(torch.device("cpu"))
-
-
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_vectors(triton_device)
 
 
 # requests, nodes, V, S: odd sizes, one of everything, a family wider than a warp, and several blocks of V.
@@ -178,7 +170,7 @@ def test_the_random_trees_are_walked() -> None:
     assert len(accepted.unique()) >= 5 and 0.5 < accepted.float().mean() < 4.5
 
 
-def _check_thresholds(device: torch.device) -> None:
+def test_thresholds(device: torch.device) -> None:
     """Children 1, 2, 3 of the root with p = 0.2, 0.3, 0.1; expected: the accepted child, 0 for none."""
     rows, child, sibling = _links([[-1, 0, 0, 0]])
     target = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3]).expand(1, 4, 5).to(device)
@@ -207,15 +199,7 @@ def _check_thresholds(device: torch.device) -> None:
         assert (index[0][1] if accepted[0] else 0) == expected, (coin, single, total)
 
 
-def test_thresholds() -> None:
-    _check_thresholds(torch.device("cpu"))
-
-
-def test_triton_thresholds(triton_device: torch.device) -> None:
-    _check_thresholds(triton_device)
-
-
-def _check_final_token(device: torch.device) -> None:
+def test_final_token(device: torch.device) -> None:
     """A lone root, so the final token is drawn from max(p - q, 0); with S = 1 from p."""
     for target, draft, uniform, path, expected in (
         ([0.0, 0.5, 0.0, 0.5], [0.0] * 4, 0.0, 2, 1),
@@ -241,15 +225,7 @@ def _check_final_token(device: torch.device) -> None:
         assert _run(case, path) == [[expected], [[0] + [_POISON] * (path - 1)], [0]], (target, draft)
 
 
-def test_final_token() -> None:
-    _check_final_token(torch.device("cpu"))
-
-
-def test_triton_final_token(triton_device: torch.device) -> None:
-    _check_final_token(triton_device)
-
-
-def _check_malformed(device: torch.device) -> None:
+def test_malformed_links_do_no_harm(device: torch.device) -> None:
     # 0: siblings in a cycle, rejected (their mass counts each of n visits); 1: a node that is its own child;
     # 2: the root's row out of range; 3: links outside [0, n); 4: candidates out of range, then a good sibling;
     # 5: a row out of range, then a good sibling; 6: duplicate siblings.
@@ -282,14 +258,6 @@ def _check_malformed(device: torch.device) -> None:
         assert predicts.tolist() == expected
 
 
-def test_malformed_links_do_no_harm() -> None:
-    _check_malformed(torch.device("cpu"))
-
-
-def test_triton_malformed_links(triton_device: torch.device) -> None:
-    _check_malformed(triton_device)
-
-
 def _check_random_links(device: torch.device, requests: int, nodes: int) -> None:
     """Links, tokens and rows of any value: the walk ends, and kernel and reference agree on what it did."""
     generator = torch.Generator().manual_seed(nodes)
@@ -318,7 +286,7 @@ def test_many_random_links(cuda: torch.device) -> None:
     _check_random_links(cuda, requests=40, nodes=50)
 
 
-def _check_strides_and_larger_buffers(device: torch.device) -> None:
+def test_strides_and_larger_buffers(device: torch.device) -> None:
     case = _random_case(2, 5, 12, device=device)
     draft = torch.zeros(2, 5, 12, device=device)
     expected = _run({**case, "draft_probs": draft}, 4, reference=True)
@@ -346,15 +314,7 @@ def _check_strides_and_larger_buffers(device: torch.device) -> None:
     assert wide_draft[..., 1::2].eq(0).all()
 
 
-def test_strides_and_larger_buffers() -> None:
-    _check_strides_and_larger_buffers(torch.device("cpu"))
-
-
-def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
-    _check_strides_and_larger_buffers(triton_device)
-
-
-def _check_only_visited_rows_matter(device: torch.device) -> None:
+def test_only_visited_rows_matter(device: torch.device) -> None:
     case = _random_case(2, 6, 20, device=device)
     before = _run(case, 4)
     visited = {row for path in before[1] for row in path if row != _POISON}
@@ -362,14 +322,6 @@ def _check_only_visited_rows_matter(device: torch.device) -> None:
     assert unvisited
     case["target_probs"].view(12, -1)[unvisited] = float("nan")
     assert _run(case, 4) == before
-
-
-def test_only_visited_rows_matter() -> None:
-    _check_only_visited_rows_matter(torch.device("cpu"))
-
-
-def test_triton_only_visited_rows_matter(triton_device: torch.device) -> None:
-    _check_only_visited_rows_matter(triton_device)
 
 
 @pytest.mark.gpu

@@ -114,7 +114,7 @@ def _forced(tokens: list[int], vocab_size: int = 8) -> Columns:
     return _columns(logits, torch.Generator().manual_seed(4))
 
 
-def _check_malformed(device: torch.device) -> None:
+def test_malformed_links_do_no_harm(device: torch.device) -> None:
     # Request 0: children in a cycle; 1: a row out of range, then a good sibling; 2: the root's row is -1; 3: links
     # outside [0, n); 4: a candidate outside the vocabulary, below 0 and above.
     links = _links(tuple(map(torch.tensor, (
@@ -135,16 +135,8 @@ def test_random_trees_against_brute_force() -> None:
     _check_random_trees(_CPU, rounds=40)
 
 
-def test_malformed_links_do_no_harm() -> None:
-    _check_malformed(_CPU)
-
-
 def test_triton_random_trees(triton_device: torch.device) -> None:
     _check_random_trees(triton_device, rounds=2)
-
-
-def test_triton_malformed_links(triton_device: torch.device) -> None:
-    _check_malformed(triton_device)
 
 
 def test_nothing_to_walk_and_nothing_to_choose() -> None:

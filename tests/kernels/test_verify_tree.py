@@ -42,7 +42,7 @@ def _brute_force(
         rows.append(base + node)
 
 
-def _check_vectors(device: torch.device) -> None:
+def test_recorded_cases(device: torch.device) -> None:
     for case in json.loads(_VECTORS.read_text())["cases"]:
         given = {
             key: torch.tensor(value, device=device) for key, value in case["inputs"].items() if isinstance(value, list)
@@ -87,7 +87,7 @@ def _check_random_trees(device: torch.device, count: int) -> None:
         assert (predicts[untouched] == -7).all()
 
 
-def _check_malformed(device: torch.device) -> None:
+def test_malformed_links_do_no_harm(device: torch.device) -> None:
     # Request 0: the children form a cycle; 1: a row out of range, then a good sibling; 2: the root's row out of
     # range; 3 and 5: links to node n, where the next request's root holds what is wanted; 4: a negative candidate that
     # equals a negative choice.
@@ -148,7 +148,7 @@ def _check_last_sibling(device: torch.device, nodes: int) -> None:
         assert predicts.tolist() == [5 if node in path else -7 for node in range(nodes)]
 
 
-def _check_strides_and_larger_buffers(device: torch.device) -> None:
+def test_strides_and_larger_buffers(device: torch.device) -> None:
     candidates = torch.tensor([[0, 9, 4, 9, 5, 9]], device=device)[:, ::2]
     rows, child, sibling = (tensor.to(device) for tensor in _links([[-1, 0, 0]]))
     targets = torch.tensor([[5, 1, 8]], device=device)
@@ -161,32 +161,12 @@ def _check_strides_and_larger_buffers(device: torch.device) -> None:
     assert accepted.tolist() == [1, -7, -7, -7]
 
 
-def test_recorded_cases() -> None:
-    _check_vectors(torch.device("cpu"))
-
-
 def test_random_trees_against_brute_force() -> None:
     _check_random_trees(torch.device("cpu"), count=60)
 
 
-def test_malformed_links_do_no_harm() -> None:
-    _check_malformed(torch.device("cpu"))
-
-
-def test_strides_and_larger_buffers() -> None:
-    _check_strides_and_larger_buffers(torch.device("cpu"))
-
-
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_vectors(triton_device)
-
-
 def test_triton_random_trees(triton_device: torch.device) -> None:
     _check_random_trees(triton_device, count=24)
-
-
-def test_triton_malformed_links(triton_device: torch.device) -> None:
-    _check_malformed(triton_device)
 
 
 def test_last_siblings_and_chains() -> None:
@@ -215,10 +195,6 @@ def test_every_size_on_a_gpu() -> None:
     ]
     _check_wild_links(torch.device("cuda"), sizes, (torch.int64,))
     _check_wild_links(torch.device("cuda"), [(3, 6, 4), (3, 64, 9), (2, 200, 9)], (torch.int32,))
-
-
-def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
-    _check_strides_and_larger_buffers(triton_device)
 
 
 def test_no_requests_is_no_work() -> None:

@@ -62,20 +62,12 @@ def _check_publishing(device: torch.device, *, words: int) -> None:
         assert _read(rounds) == [round_ + 1]
 
 
-def _check_all(device: torch.device) -> None:
+def test_references(device: torch.device) -> None:
     _check_taking(device, size=8, most=4, first=0, come=0)
     _check_taking(device, size=8, most=4, first=5, come=3)
     # Around the end of the ring, more than a round takes, and past 32 bits.
     _check_taking(device, size=8, most=4, first=2**35 + 6, come=7)
     _check_publishing(device, words=3)
-
-
-def test_references() -> None:
-    _check_all(torch.device("cpu"))
-
-
-def test_triton(triton_device: torch.device) -> None:
-    _check_all(triton_device)
 
 
 def test_several_turns_and_programs(triton_device: torch.device) -> None:

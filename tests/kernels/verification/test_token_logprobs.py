@@ -51,7 +51,7 @@ def _check_ranks(logits: torch.Tensor, k: int, device: torch.device) -> None:
         torch.testing.assert_close(logprobs, values.log_softmax(dim=0)[best], rtol=1e-6, atol=1e-6)
 
 
-def _check_ranking(device: torch.device) -> None:
+def test_lines_are_ranked(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         _check_ranks(_lines(777, dtype), 20, device)
         # Several blocks of ids.
@@ -72,14 +72,6 @@ def _check_ranking(device: torch.device) -> None:
     _check_ranks(torch.where(torch.rand(len(_POOL_ROWS), 90) < 0.5, 0.0, -0.0), 20, device)
     # Ascending: every block replaces the best of those before it.
     _check_ranks(torch.arange(9001.0).expand(len(_POOL_ROWS), -1) / 100, 20, device)
-
-
-def test_lines_are_ranked() -> None:
-    _check_ranking(_CPU)
-
-
-def test_the_kernel_ranks_lines(triton_device: torch.device) -> None:
-    _check_ranking(triton_device)
 
 
 def test_rows_of_a_larger_buffer_are_ranked(triton_device: torch.device) -> None:
