@@ -137,7 +137,10 @@ def python_page() -> str:
 def _class_text(module: ModuleType, name: str) -> str:
     kind = getattr(module, name)
     parts = [f"## {name}", f"`from {module.__name__} import {name}`"]
-    if "__init__" in vars(kind) and _is_documented(vars(kind)["__init__"], kind):
+    # Its own, and those of bases that it shares with its neighbours.
+    bases = [base for base in reversed(kind.__mro__) if base.__module__ == kind.__module__]
+    members = {member: value for base in bases for member, value in vars(base).items()}
+    if "__init__" in members and _is_documented(members["__init__"], kind):
         parts.append(f"```python\n{name}{_signature(kind)}\n```")
     parts.append(_sections(_doc(kind)))
     if is_typeddict(kind):
@@ -145,7 +148,7 @@ def _class_text(module: ModuleType, name: str) -> str:
             (f"`{option}`", f"`{_short(inspect.formatannotation(of))}`") for option, of in kind.__annotations__.items()
         ]
         parts.append(_table(("option", "type"), types))
-    for member, value in vars(kind).items():
+    for member, value in members.items():
         if member.startswith("_"):
             continue
         if isinstance(value, property):

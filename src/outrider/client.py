@@ -60,15 +60,11 @@ _OPTIONS = [
 ]
 
 
-class AsyncStream:
-    """One generation as it comes: iterate over its deltas, then read `result`.
+class _Received:
+    """What has come of a generation."""
 
-    Close it (or use it as an `async with` block) to stop before the end; the server then stops within a step.
-    """
-
-    def __init__(self, endpoints: Endpoints[Any], progress: Progress) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._deltas = _run_async(endpoints, progress)
 
     @property
     def result(self) -> GenerationOutput:
@@ -94,6 +90,17 @@ class AsyncStream:
         """The token tree's events so far, of a request with `record_tree`: lines of docs/live-page.md's format."""
         return self._progress.tree_lines
 
+
+class AsyncStream(_Received):
+    """One generation as it comes: iterate over its deltas, then read `result`.
+
+    Close it (or use it as an `async with` block) to stop before the end; the server then stops within a step.
+    """
+
+    def __init__(self, endpoints: Endpoints[Any], progress: Progress) -> None:
+        super().__init__(progress)
+        self._deltas = _run_async(endpoints, progress)
+
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas
 
@@ -110,7 +117,48 @@ class AsyncStream:
         await self.aclose()
 
 
-class AsyncClient:
+class _Connected:
+    """Channels to one or several coordinators; see `AsyncClient`."""
+
+    _grpc: Any
+    """The module of the channels: grpc or grpc.aio."""
+
+    def __init__(
+        self,
+        endpoint: str | Sequence[str],
+        *,
+        connections: int = 1,
+        max_resumes: int = 20,
+        tls: TlsConfig | None = None,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        if connections < 1:
+            raise ValueError(f"connections: {connections} given, at least 1 needed")
+        addresses = endpoint_list(endpoint)
+        for address in addresses:
+            check_transport(address, tls=tls, token=token, insecure=insecure)
+        # Channels to one address have one connection together, unless each keeps its own.
+        options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(connections > 1))]
+        if tls is None:
+            connect = functools.partial(self._grpc.insecure_channel, options=options)
+        else:
+            credentials = tls.channel_credentials()
+            connect = functools.partial(self._grpc.secure_channel, credentials=credentials, options=options)
+        self._endpoints = Endpoints[Any](
+            addresses * connections,
+            connect,
+            lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token),
+        )
+        self.endpoints = tuple(dict.fromkeys(each.address for each in self._endpoints))
+        self.endpoint = self.endpoints[0]
+        self._max_resumes = max_resumes
+
+    def _progress(self, prompt: str | Sequence[int], options: GenerateOptions) -> Progress:
+        return Progress(prompt, options, max_resumes=self._max_resumes, endpoints=len(self._endpoints))
+
+
+class AsyncClient(_Connected):
     """A connection to a coordinator, or to several that serve the same.
 
     Args:
@@ -126,20 +174,7 @@ class AsyncClient:
         CertificateError: a file of `tls` cannot be read.
     """
 
-    def __init__(
-        self,
-        endpoint: str | Sequence[str],
-        *,
-        connections: int = 1,
-        max_resumes: int = 20,
-        tls: TlsConfig | None = None,
-        token: str | None = None,
-        insecure: bool = False,
-    ) -> None:
-        self._endpoints = _open(grpc.aio, endpoint, connections, tls=tls, token=token, insecure=insecure)
-        self.endpoints = tuple(dict.fromkeys(each.address for each in self._endpoints))
-        self.endpoint = self.endpoints[0]
-        self._max_resumes = max_resumes
+    _grpc = grpc.aio
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Starts a generation at the first iteration over the returned stream.
@@ -207,9 +242,6 @@ class AsyncClient:
                 reason = error
         raise reason
 
-    def _progress(self, prompt: str | Sequence[int], options: GenerateOptions) -> Progress:
-        return Progress(prompt, options, max_resumes=self._max_resumes, endpoints=len(self._endpoints))
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -219,36 +251,12 @@ class AsyncClient:
         await self.close()
 
 
-class Stream:
+class Stream(_Received):
     """One generation as it comes: iterate over its deltas, then read `result`; see `AsyncStream`."""
 
     def __init__(self, endpoints: Endpoints[Any], progress: Progress) -> None:
-        self._progress = progress
+        super().__init__(progress)
         self._deltas = _run(endpoints, progress)
-
-    @property
-    def result(self) -> GenerationOutput:
-        """The whole generation.
-
-        Raises:
-            RuntimeError: the stream has not ended.
-        """
-        return self._progress.result()
-
-    @property
-    def choices(self) -> list[ChoiceOutput]:
-        """What has come so far, one entry a choice; it stays readable after an error."""
-        return self._progress.choices()
-
-    @property
-    def rounds(self) -> list[generation_pb2.Round]:
-        """The verifications so far, of a request with `trace`."""
-        return self._progress.rounds
-
-    @property
-    def tree_lines(self) -> list[str]:
-        """The token tree's events so far, of a request with `record_tree`: lines of docs/live-page.md's format."""
-        return self._progress.tree_lines
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas
@@ -266,23 +274,10 @@ class Stream:
         self.close()
 
 
-class Client:
+class Client(_Connected):
     """A connection to one or several coordinators, for code without an event loop; see `AsyncClient`."""
 
-    def __init__(
-        self,
-        endpoint: str | Sequence[str],
-        *,
-        connections: int = 1,
-        max_resumes: int = 20,
-        tls: TlsConfig | None = None,
-        token: str | None = None,
-        insecure: bool = False,
-    ) -> None:
-        self._endpoints = _open(grpc, endpoint, connections, tls=tls, token=token, insecure=insecure)
-        self.endpoints = tuple(dict.fromkeys(each.address for each in self._endpoints))
-        self.endpoint = self.endpoints[0]
-        self._max_resumes = max_resumes
+    _grpc = grpc
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
         """Starts a generation at the first iteration over the returned stream.
@@ -344,9 +339,6 @@ class Client:
                 reason = error
         raise reason
 
-    def _progress(self, prompt: str | Sequence[int], options: GenerateOptions) -> Progress:
-        return Progress(prompt, options, max_resumes=self._max_resumes, endpoints=len(self._endpoints))
-
     def __enter__(self) -> Self:
         return self
 
@@ -354,35 +346,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _open(
-    module: Any,
-    endpoint: str | Sequence[str],
-    connections: int,
-    *,
-    tls: TlsConfig | None,
-    token: str | None,
-    insecure: bool,
-) -> Endpoints[Any]:
-    """Channels to all endpoints, of `module`: grpc or grpc.aio."""
-    if connections < 1:
-        raise ValueError(f"connections: {connections} given, at least 1 needed")
-    addresses = endpoint_list(endpoint)
-    for address in addresses:
-        check_transport(address, tls=tls, token=token, insecure=insecure)
-    # Channels to one address have one connection together, unless each keeps its own.
-    options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(connections > 1))]
-    if tls is None:
-        connect = functools.partial(module.insecure_channel, options=options)
-    else:
-        credentials = tls.channel_credentials()
-        connect = functools.partial(module.secure_channel, credentials=credentials, options=options)
-    return Endpoints(
-        addresses * connections,
-        connect,
-        lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token),
-    )
 
 
 async def _answer(call: Awaitable[_Answer]) -> _Answer:
