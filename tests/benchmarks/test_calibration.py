@@ -1,6 +1,5 @@
 """The calibration benchmark: its measures, its prompts, its rounds of real workers, and the fit of the prior."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,16 +153,3 @@ def test_estimates_beat_the_raw_probability_under_coupled_noise(pair: Pair):
     worth = {found.estimate: found for found in compare(others[Rule.COUPLED], coupled.only(own=False))}
     assert worth["taught"].auc > worth["probability"].auc + 0.05
     assert worth["taught"].calibration_error < worth["probability"].calibration_error
-
-
-def test_the_command_prints_figures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    rows = [{"rule": "greedy", "auc": 0.5}, {"rule": "coupled", "auc": 0.75}]
-    monkeypatch.setitem(command._COMMANDS, "estimates", lambda chosen: rows)
-    assert command.run(["estimates", "--prompts", "3", "--json"]) == 0
-    shown = capsys.readouterr()
-    found = json.loads(shown.out)
-    assert (found["settings"]["prompts"], found["rows"]) == (3, rows)
-    assert "0.750" in shown.err
-    for wrong in (["--prompts", "49"], ["--tokens", "0"]):
-        with pytest.raises(SystemExit):
-            command.run(["estimates", *wrong])

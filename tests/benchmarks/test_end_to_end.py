@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
-from argparse import Namespace
-from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.end_bench import command, driving
+from benchmarks.end_bench import command
 from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
@@ -20,7 +15,6 @@ from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_opt
 from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.services import PLACES
 
-from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.v1 import generation_pb2, registry_pb2
 
 MS = 1_000_000
@@ -144,107 +138,6 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
     scaled = as_dicts(cells, scale_to=5.0)
     assert [cell.get("scaled_tpot_ms") for cell in scaled] == [None, 3.0, 3.0, None]
     assert json.loads(json.dumps(found))[1]["setup"] == "apart"
-
-
-class Measured:
-    """Stands for what measures: the second cell fails."""
-
-    measure_s = 1.0
-
-    def __init__(self) -> None:
-        self.services = self
-        self.warm_ups: list[float] = []
-
-    def check_alive(self) -> None:
-        """Nothing has ended."""
-
-    def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
-        self.warm_ups.append(warm_up_s)
-        if len(self.warm_ups) == 2:
-            raise WorkerUnavailable("gone for a moment")
-        return figures(cell.setup, cell.mode, 9)
-
-
-def test_what_was_measured_is_kept_whatever_happens_after_and_time_is_kept_too(tmp_path: Path):
-    cells = cells_of(plan(temperatures=[0.0, 1.0]))
-    arguments = Namespace(device="cpu", warm_up=0.5, prepare=2.0, time_limit=6000.0, output=tmp_path, scale_to=None)
-    run, bench, lines = command.Run(arguments=arguments, began_s=time.monotonic()), Measured(), []
-    command._measure_all(run, bench, cells, lines.append)  # pyright: ignore[reportArgumentType]
-    assert bench.warm_ups == [2.5, 2.5, 0.5, 0.5]
-    report = json.loads((tmp_path / "end_to_end.json").read_text(encoding="utf-8"))
-    assert len(report["cells"]) == len(lines) - 1 == 3
-    assert list(report["failures"]) == [cells[1].name]
-    run.began_s -= 5998
-    command._measure_all(run, bench, cells, lines.append)  # pyright: ignore[reportArgumentType]
-    assert run.left_out == [cell.name for cell in cells]
-
-
-class FakeStream:
-    """A request whose tokens come at given times, and the clock that says so."""
-
-    def __init__(self) -> None:
-        self.now_s, self.rounds = 0.0, []
-        self.result = SimpleNamespace(timings=SimpleNamespace(tpot_ms=2.0, ttft_ms=3.0))
-
-    def stream(self, *_: Any, **__: Any) -> FakeStream:
-        return self
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    async def __aenter__(self) -> FakeStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing is held."""
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        for wait_s, tokens in ((0.5, 1), (0.6, 2), (0.1, 4)):
-            self.now_s += wait_s
-            yield SimpleNamespace(token_ids=[7] * tokens)
-
-
-async def test_what_comes_before_the_begin_or_after_the_end_does_not_count(monkeypatch: pytest.MonkeyPatch):
-    client, driven = FakeStream(), Driven()
-    monkeypatch.setattr(driving, "time", client)
-    load = Load(
-        endpoint="", prompts=["a"], first=0, sessions=1, traced=0, mode="off", temperature=0.0, rule="coupled",
-        synthetic=(), max_new_tokens=8, begin_s=1.0, end_s=2.4,
-    )  # fmt: skip
-    await driving._session(client, load, 0, driven)  # pyright: ignore[reportArgumentType]
-    # At 0.5, 1.1 and 1.2 s, where the first request ends, and at 1.7 and 2.3 s; at 2.4 s it is over.
-    assert driven == Driven(tokens=2 + 4 + 1 + 2, tpot_ms=[2.0], ttft_ms=[3.0])
-
-
-class FullAtFirst(FakeStream):
-    """One that has a place for a request at a given time only; each that is sent before waits a little."""
-
-    def __init__(self, free_s: float) -> None:
-        super().__init__()
-        self.free_s = free_s
-
-    def stream(self, *_: Any, **__: Any) -> FakeStream:
-        if self.now_s < self.free_s:
-            self.now_s += 0.3
-            raise Overloaded("the queue is full", retry_after_s=0.1)
-        return self
-
-
-@pytest.mark.parametrize(("free_s", "is_served"), [(0.7, True), (5.0, False)])
-async def test_a_session_that_only_prefills_waits_for_its_place(
-    monkeypatch: pytest.MonkeyPatch, free_s: float, is_served: bool
-):
-    client, driven = FullAtFirst(free_s), Driven()
-    monkeypatch.setattr(driving, "time", client)
-    monkeypatch.setattr(driving, "_TRY_AGAIN_S", 0.0)
-    load = Load(
-        endpoint="", prompts=["a"], first=0, sessions=1, traced=0, mode="off", temperature=0.0, rule="coupled",
-        synthetic=(), max_new_tokens=1, begin_s=2.0, end_s=0.2,
-    )  # fmt: skip
-    with nullcontext() if is_served else pytest.raises(Overloaded):
-        await driving._session(client, load, 0, driven)  # pyright: ignore[reportArgumentType]
-    assert driven == Driven()
-    assert client.now_s == pytest.approx(0.9 + 0.5 if is_served else 2.1)
 
 
 def test_requests_of_a_session_differ_and_repeat_in_another_run():

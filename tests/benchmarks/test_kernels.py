@@ -1,22 +1,18 @@
 """The kernel benchmark without a GPU: floors, targets, cases, tables, and that every builder fits its operator."""
 
-import io
 import json
 import math
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.kernel_bench.attention import SHAPES, WINDOWED, Shape
+from benchmarks.kernel_bench.attention import SHAPES, WINDOWED
 from benchmarks.kernel_bench.case import Case, Machine, Work
 from benchmarks.kernel_bench.command import all_cases, run
 from benchmarks.kernel_bench.forest import draft_pool, follow_children, make_forest
-from benchmarks.kernel_bench.report import LeftOut, Times, make_row, print_report
-from benchmarks.kernel_bench.targets import TARGETS, Target, tree_attention_target
-from rich.console import Console
+from benchmarks.kernel_bench.targets import TARGETS, Target
 
 import outrider.ops
 
@@ -30,24 +26,6 @@ def test_a_floor_is_the_larger_of_bytes_and_flops() -> None:
     assert Work(bytes_moved=4_250_000, flops=1_560_000_000).floor_us(H200) == pytest.approx(2.0)
     assert Work(bytes_moved=4_250_000, flops=1_560_000_000).bound(H200) == "FLOPs"
     assert Work(bytes_moved=8_600_000, flops=1_560_000_000).bound(H200) == "bytes"
-
-
-def test_attention_floors_at_the_rates_of_an_h200() -> None:
-    floors = [shape.work().floor_us(H200) for shape in SHAPES]
-    assert floors == pytest.approx([1.0, 7.9, 11.1, 44.1, 63.3, 88.8, 353, 32.1, 252.9, 355], rel=0.01)
-    assert [shape.work().floor_us(H200) for shape in WINDOWED] == pytest.approx([8.0, 31.7], rel=0.01)
-
-
-def test_windows_have_the_positions_of_tokens() -> None:
-    from benchmarks.kernel_bench import attention
-
-    shape = Shape(batch=2, context=40, nodes=3, window=8)
-    torch.manual_seed(0)
-    sees, _ = attention._tree(shape.nodes)
-    slots = torch.randperm(2 * 43).int().view(2, 43)
-    of_rows, of_slots = attention._token_positions(shape, sees, slots)
-    assert of_rows.tolist() == (40 + sees.sum(dim=1) - 1).tolist() * 2
-    assert of_slots[slots[1].long()].tolist()[:41] == list(range(41))
 
 
 def test_a_target_is_met_below_the_largest_of_its_limits() -> None:
@@ -68,17 +46,6 @@ def test_a_target_is_met_below_the_largest_of_its_limits() -> None:
     assert beside.is_met(16, floor_us=1, flashinfer_us=None, beside_us={"argmax only": 10}) is False
     assert beside.is_met(16, floor_us=1, flashinfer_us=None, beside_us={}) is None
     assert Target(microseconds=6).is_met(6.1, floor_us=1, flashinfer_us=None, beside_us={}) is False
-
-
-def test_targets_of_attention_follow_length_and_nodes() -> None:
-    keys = [tree_attention_target(batch=shape.batch, context=shape.context, nodes=shape.nodes) for shape in SHAPES]
-    assert [str(TARGETS[key]) for key in keys[:4]] == [
-        "1.35 x floor or FlashInfer / 1.5",
-        "1.35 x floor or FlashInfer / 1.5",
-        "1.9 x floor or FlashInfer / 1.5",
-        "1.9 x floor or FlashInfer / 2.5",
-    ]
-    assert str(TARGETS[keys[7]]) == str(TARGETS[keys[8]]) == "1.35 x floor or FlashInfer / 2.5"
 
 
 def test_cases_are_distinct_and_every_target_is_somebodys() -> None:
@@ -148,22 +115,6 @@ def test_builders_fit_their_operators(case: Case) -> None:
     subject = case.build(CPU, None)
     subject.ours()
     assert subject.work.bytes_moved > 0
-
-
-def test_tables_say_what_was_measured_and_what_was_not() -> None:
-    case = Case(operator="verify_tree_greedy", shape="batch 64", target="verify_tree_greedy", build=lambda *_: None)  # type: ignore[arg-type, return-value]
-    first, again = Times(ours_us=5.0, beside_us={"other": 2.5}), Times(ours_us=5.1, beside_us={"other": 2.4})
-    row = make_row(case, Work(bytes_moved=4_250_000), H200, first=first, again=again, reference_us=1234.5)
-    stream = io.StringIO()
-    left_out = [LeftOut(operator="coupled_choice", shape="64 x 10", reason="ImportError: [no] module")]
-    print_report([row], left_out, H200, Console(file=stream, width=170))
-    text = stream.getvalue()
-    for part in ("5.00", "5.10", "1234", "2.50", "1.00", "bytes", "6 us", "yes", "copy 4.25 TB/s", "[no] module"):
-        assert part in text
-    assert "FlashInfer" not in text
-    entry = json.loads(json.dumps(row.as_dict()))
-    assert entry["first"] == asdict(first) and entry["over_floor"] == pytest.approx(5.0)
-    assert entry["target_met"] is True and entry["flashinfer_over_ours"] is None
 
 
 def test_without_cuda_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
