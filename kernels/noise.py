@@ -28,6 +28,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
+from outrider.kernels.argument_checks import check_dtype
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.noise_blocks import gumbel_of_word, philox_words, word_of_ids
 
@@ -121,8 +122,7 @@ def _check_rows(
     seeds: torch.Tensor, positions: torch.Tensor, stream: int, choice_index: torch.Tensor | int
 ) -> torch.Tensor | int:
     check_shape("seeds", seeds, ("T",))
-    if seeds.dtype != torch.int64:
-        raise ValueError(f"seeds: dtype {seeds.dtype} given, torch.int64 needed")
+    check_dtype("seeds", seeds, (torch.int64,))
     check_shape("positions", positions, (seeds.shape[0],))
     if not 0 <= stream < 2**32:
         raise ValueError(f"stream: {stream} given, 0 to 2^32 - 1 needed")

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape
+
+_INT32_COLUMNS = (
+    "slot_table", "query_start", "tree_start", "prefix_len", "key_len", "positions", "slot_positions", "paths",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,19 +73,17 @@ class TreeAttentionBatch:
         check_shape("key_len", self.key_len, (sessions,))
         check_shape("prefix_len", self.prefix_len, (rows,))
         check_shape("tree_mask", self.tree_mask, (rows, "words"))
-        if self.tree_mask.dtype != torch.int64:
-            raise ValueError(f"tree_mask: dtype {self.tree_mask.dtype} given, torch.int64 needed")
-        for name in ("slot_table", "query_start", "tree_start", "prefix_len", "key_len"):
-            _check_int32(name, getattr(self, name), self.tree_mask.device)
+        check_dtype("tree_mask", self.tree_mask, (torch.int64,))
         if self.positions is not None:
             check_shape("positions", self.positions, (rows,))
-            _check_int32("positions", self.positions, self.tree_mask.device)
         if self.slot_positions is not None:
             check_shape("slot_positions", self.slot_positions, ("num_slots",))
-            _check_int32("slot_positions", self.slot_positions, self.tree_mask.device)
         if self.paths is not None:
             check_shape("paths", self.paths, (rows, 64 * self.tree_mask.shape[1]))
-            _check_int32("paths", self.paths, self.tree_mask.device)
+        for name in _INT32_COLUMNS:
+            if (column := getattr(self, name)) is not None:
+                check_dtype(name, column, (torch.int32,))
+                check_place(name, column, self.tree_mask.device, "tree_mask")
         if self.max_key_len > self.slot_table.shape[1]:
             raise ValueError(f"max_key_len: {self.max_key_len} given, at most {self.slot_table.shape[1]} needed")
         if self.split_keys is not None and self.split_keys < 1:
@@ -96,13 +99,6 @@ class TreeAttentionBatch:
         if plan is None:
             plan = self._cpu_plans[key] = _plan_cpu(self, num_slots, sliding_window)
         return plan
-
-
-def _check_int32(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.dtype != torch.int32:
-        raise ValueError(f"{name}: dtype {tensor.dtype} given, torch.int32 needed")
-    if tensor.device != device:
-        raise ValueError(f"{name}: device {tensor.device} given, {device} (that of tree_mask) needed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
