@@ -6,21 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tests.outrider.engine.step_rows import StepBuilder, StepRows, ancestor_masks, node_depths
+from tests.outrider.engine.families import (
+    FAMILIES,
+    NODES,
+    PROMPTS,
+    SIZES,
+    expected_logits,
+    own_model,
+    path_steps,
+    save_random,
+)
+from tests.outrider.engine.step_rows import StepBuilder, StepRows
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
     LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from outrider.engine.decoder import Decoder, DecoderInputs
@@ -32,55 +33,7 @@ from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import tree_attention
 from outrider.models import embedded_target_path
 
-VOCAB, SLOTS = 97, 256
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}
-WINDOWED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-FAMILIES: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SIZES),
-    "llama-bias-yarn": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=YARN),
-    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, **WINDOWED),
-    "qwen3": Qwen3Config(**SIZES, attention_bias=True),
-    "mistral": MistralConfig(**SIZES, sliding_window=6),
-    "gemma": GemmaConfig(**{**SIZES, "tie_word_embeddings": True}),
-    "gemma2": Gemma2Config(
-        **SIZES,
-        **WINDOWED,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=10.0,
-        attention_bias=True,
-    ),
-    "gemma3": Gemma3TextConfig(**SIZES, **WINDOWED, query_pre_attn_scalar=24, final_logit_softcapping=10.0),
-}
-# 0 is the root; two branches, one of them forking again.
-PARENTS = [0, 1, 1, 0, 4, 2]
-NODES = [11, 22, 33, 44, 55, 66]
-PROMPTS = np.random.default_rng(1).integers(0, VOCAB, (2, 14)).tolist()
-
-
-def save_random(config: PretrainedConfig, folder: Path) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():  # biases and norms start at constants: make every one matter
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def own_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+SLOTS = 256
 
 
 class Session:
@@ -124,45 +77,11 @@ class Session:
         return self.decoder.logits(hidden, step.logit_rows)
 
     def steps(self, prompts: Sequence[list[int]] = PROMPTS) -> Iterator[StepRows]:
-        """The prompts in two chunks, in turns so that their slots interleave; then a chain and a tree in one."""
-        rows = range(len(prompts))
-        for begin, end in ((0, 5), (5, 12)):
-            builder = StepBuilder(self.slots, self.device)
-            for row, prompt in zip(rows, prompts, strict=True):
-                self.slots.extend(row, end - begin)
-                builder.add_chain(row, prompt[begin:end], begin, True)
-            yield builder.build()
-        builder = StepBuilder(self.slots, self.device)
-        for row, prompt in zip(rows, prompts, strict=True):
-            self.slots.extend(row, 2 + len(NODES))
-            builder.add_chain(row, prompt[12:13], 12, False)
-            builder.add_tree(
-                row,
-                [prompt[13], *NODES],
-                tree_start=13,
-                positions=[13 + depth for depth in node_depths(PARENTS)],
-                masks=ancestor_masks(PARENTS),
-                write_indices=range(13, 14 + len(NODES)),
-            )
-        yield builder.build()
+        return path_steps(self.slots, self.device, prompts)
 
     def all_logits(self, prompts: Sequence[list[int]] = PROMPTS) -> torch.Tensor:
         """[prompts (1 + nodes), V] of the last batch, after the ones before it."""
         return [self.run(step) for step in self.steps(prompts)][-1]
-
-
-def expected_logits(model: Any) -> torch.Tensor:
-    """What `Session.all_logits` answers, from one forward of the whole path for every node."""
-    rows = []
-    for prompt in PROMPTS:
-        for number in range(len(NODES) + 1):
-            path, node = [], number
-            while node:
-                path.insert(0, NODES[node - 1])
-                node = PARENTS[node - 1]
-            with torch.inference_mode():
-                rows.append(model(torch.tensor([[*prompt, *path]], device=model.device)).logits[0, -1])
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
