@@ -102,7 +102,6 @@ def load_decoder_weights(
     *,
     rank: int = 0,
     world_size: int = 1,
-    positions: int | None = None,
     quantized: bool = False,
 ) -> DecoderWeights:
     """The weights of one rank on its device.
@@ -114,7 +113,6 @@ def load_decoder_weights(
         dtype: of all but Gemma's norms and the rotary tables.
         rank: 0 to world_size - 1.
         world_size: ranks that share the model.
-        positions: rows of the rotary tables; by default the model's longest sequence and a tree behind it.
         quantized: whether the layers' matrices are rounded to 8 bits.
 
     Raises:
@@ -127,7 +125,7 @@ def load_decoder_weights(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     loader = WeightLoader(source, spec, device, dtype, rank, world_size, quantized)
     try:
-        weights = loader.load(positions or spec.max_positions + TREE_POSITIONS)
+        weights = loader.load()
     except torch.OutOfMemoryError as error:
         needed = weight_bytes(spec, dtype, world_size=world_size, quantized=quantized)
         held = "" if free is None else f", {free / 1e9:.2f} GB were free"
@@ -215,9 +213,9 @@ class WeightLoader:
     world_size: int
     quantized: bool
 
-    def load(self, positions: int) -> DecoderWeights:
+    def load(self) -> DecoderWeights:
         """All of them."""
-        spec = self.spec
+        spec, positions = self.spec, self.spec.max_positions + TREE_POSITIONS
         embedding = self.rows(EMBEDDING, 0, spec.vocab_size).to(self.device, self.dtype).contiguous()
         return DecoderWeights(
             rank=self.rank,
