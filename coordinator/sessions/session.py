@@ -114,8 +114,8 @@ class Session:
         self.places: list[Drafter | None] = [None] * PLACES
         self.draft_epochs: dict[str, int] = {}
         self.asked_again: set[str] = set()
-        self.refused_by: set[str] = set()
-        """Draft workers that gave this session up."""
+        self.refused_by: set[Drafter] = set()
+        """Drafters that cannot grow this session, now or later."""
         self.arrivals: list[GrowthArrival] = []
         self.committed_ns = 0
         """When tokens were last committed; before there are any, when the session was placed."""
@@ -151,6 +151,10 @@ class Session:
     def places_of(self, worker_id: str) -> list[int]:
         """Return the places of a draft."""
         return [place for place, own in enumerate(self.places) if own is not None and own.worker_id == worker_id]
+
+    def drafters_of(self, worker_id: str) -> list[Drafter]:
+        """Return the drafters of a worker that have places, in the order of these."""
+        return [own for own in self.places if own is not None and own.worker_id == worker_id]
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """A resumed choice goes on after what the client has got; its text has been delivered."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.messages import FaultKind, SessionFault
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.draft_places import DraftPlaces
@@ -131,13 +132,20 @@ class Drafts:
             session.asked_again.add(worker_id)
             self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
 
-    def take_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
-        """A draft cannot serve a session: it goes on without this draft."""
+    def take_fault(self, worker_id: str, session_id: int, epoch: int, fault: SessionFault) -> None:
+        """A draft has refused a session, or has no room for it: it goes on without this draft.
+
+        A session that found no room may come back once the draft has places. Where a model and n-grams were to grow
+        it, the model is taken for the one that refuses, since n-grams take sessions of any length.
+        """
         session, peer = self._sessions.get(session_id), self.peers.get(worker_id)
         if session is None or peer is None or session.draft_epochs.get(worker_id) != epoch:
             return
-        logger.info("draft %s gave up session %d: %s", worker_id, session_id, message, extra=session.ids)
-        self._places.leave(session, worker_id)
+        logger.info("draft %s gave up session %d: %s", worker_id, session_id, fault.message, extra=session.ids)
         peer.sessions.discard(session_id)
-        session.refused_by.add(worker_id)
+        if fault.kind is FaultKind.NO_ROOM:
+            self._shared[worker_id].note_refusal(len(peer.sessions))
+        else:
+            session.refused_by.add(min(session.drafters_of(worker_id)))
+        self._places.leave(session, worker_id)
         self._places.assign(session)

@@ -270,7 +270,7 @@ class DraftLink(WorkerLink):
         incarnation: int,
         vocab_size: int,
         on_growth: Callable[[GrowthBatch], None],
-        on_error: Callable[[int, int, str], None],
+        on_fault: Callable[[int, int, SessionFault], None],
         on_lost: Callable[[str], None],
         tls: TlsConfig | None = None,
     ) -> None:
@@ -278,7 +278,7 @@ class DraftLink(WorkerLink):
         self._incarnation = incarnation
         self._vocab_size = vocab_size
         self._on_growth = on_growth
-        self._on_error = on_error
+        self._on_fault = on_fault
         self._outgoing: list[draft_pb2.DraftCommands] = []
         self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
@@ -336,6 +336,6 @@ class DraftLink(WorkerLink):
             if message.report.step_ns:
                 self.step_latency.observe(message.report.step_ns)
             for error in message.errors:
-                self._on_error(error.session_id, error.epoch, error.message)
+                self._on_fault(error.session_id, error.epoch, _fault(error))
             if message.session_ids:
                 self._on_growth(growth_batch(message, self._vocab_size))

@@ -257,7 +257,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 incarnation=self._incarnation,
                 vocab_size=worker.introduction.model.vocab_size,
                 on_growth=_bind_first(self._scheduler.take_growth, worker.worker_id),
-                on_error=_bind_first(self._scheduler.take_draft_error, worker.worker_id),
+                on_fault=_bind_first(self._scheduler.take_draft_fault, worker.worker_id),
                 on_lost=worker.lose,
                 tls=self._config.tls,
             )

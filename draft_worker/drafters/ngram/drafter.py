@@ -158,10 +158,6 @@ class NgramDrafter:
         )  # fmt: skip
         return [growth]
 
-    def speak(self, key: Key) -> None:
-        """Report matches without new nodes from now on: nobody else answers the session's commits any more."""
-        self._sessions[key].speaks = True
-
     def close(self, key: Key) -> None:
         """Close the session if it is open."""
         session = self._sessions.pop(key, None)
