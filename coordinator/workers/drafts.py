@@ -117,7 +117,8 @@ class Drafts:
     def ask_for_lost(self, session: Session, lost: int) -> None:
         """Have the drafts send their live trees again whose growth a target has lost: a bit set of places."""
         for place, drafter in enumerate(session.places):
-            if drafter is not None and lost >> place & 1:
+            # Unless that is under way.
+            if drafter is not None and lost >> place & 1 and drafter not in session.asked_again:
                 self._ask_again(session, drafter.worker_id)
 
     def ask_all_again(self, session: Session) -> None:
@@ -127,10 +128,9 @@ class Drafts:
             self._ask_again(session, worker_id)
 
     def _ask_again(self, session: Session, worker_id: str) -> None:
-        """Have a draft send its live trees again, unless that is under way."""
-        if worker_id not in session.asked_again:
-            session.asked_again.add(worker_id)
-            self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
+        """Have a draft send its live trees again."""
+        session.asked_again.update(session.drafters_of(worker_id))
+        self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
 
     def take_fault(self, worker_id: str, session_id: int, epoch: int, fault: SessionFault) -> None:
         """A draft has refused a session, or has no room for it: it goes on without this draft.

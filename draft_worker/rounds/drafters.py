@@ -139,17 +139,19 @@ class Drafters:
             self._forgot[session.start.owner, key[1]] = len(session.tokens)
             if not session.start.is_sync:
                 # Ids of a tree that lives on are void like all others.
-                self._ready += chain.from_iterable(drafter.live_tree(key) for drafter in reversed(session.drafters))
+                self._send_again(session)
 
     def resend(self, key: Key, epoch: int) -> None:
         """Send the live tree of a session again, if it is open under this epoch: parents first, with the same ids."""
         session = self._sessions.get(key)
-        if session is None or session.start.epoch != epoch:
-            return
+        if session is not None and session.start.epoch == epoch:
+            self._send_again(session)
+
+    def _send_again(self, session: _Session) -> None:
         # The model first: growth of it that has come has to leave before.
         for drafter in reversed(session.drafters):
-            *earlier, tree = drafter.live_tree(key)
-            tree.again = [drafter is session.drafters[-1]]
+            *earlier, tree = drafter.live_tree(session.start.key)
+            tree.again = [True]
             self._ready += [*earlier, tree]
 
     def close(self, key: Key, epoch: int) -> None:

@@ -211,7 +211,7 @@ async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request)
     assert draft.asked_again == 2 * asked
 
 
-async def test_what_a_draft_says_of_its_trees_holds_for_all_its_places(bench, make_request):
+async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_request):
     target = bench.add_target()
     target.runs.clear()
     draft = bench.add_draft(delay_s=1000.0, sources=[1, 2])
@@ -233,7 +233,15 @@ async def test_what_a_draft_says_of_its_trees_holds_for_all_its_places(bench, ma
     # It has forgotten before it sends what it has now.
     anew = growth_of(session, [7], first=3, forgot=True, again=True, source=GrowthSource.NGRAM)
     bench.scheduler.take_growth("draft", GrowthBatch.of([anew]))
-    assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.0", "RESENT 1.1", "grow 1.1 1"]
+    assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.1", "grow 1.1 1"]
+    # The other one is still on its way.
+    other = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=0b01)
+    bench.scheduler.take_results("target", RoundResults(outcomes=[other]))
+    assert len(draft.asked_again) == 1
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [7, 8], again=True)]))
+    assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
+    # Nothing of it has been grown anew.
+    assert counted == {own.source: own.drafted for own in bench.scheduler.source_counts()}
     bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
     assert len(draft.asked_again) == 2
 
