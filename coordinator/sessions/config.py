@@ -51,7 +51,7 @@ class CoordinatorConfig:
         quarantine_s: for how long at first; every further loss doubles it, to a minute at most.
         target_wait_s: longest that a request waits for a lost target worker to be replaced.
         room_wait_s: longest that a choice waits for KV memory at a target that nobody else here uses.
-        connect_timeout_s: longest to dial a worker that has registered.
+        connect_timeout_s: longest to wait for a worker to introduce itself, and to dial it then.
         retry_after_s: least that an overloaded server tells clients to wait; more where its queue takes longer.
         drain_s: time that running requests get when the process is told to stop.
         allow_synthetic: take requests whose drafts are accepted at given rates, whatever they are: for benchmarks.
