@@ -114,7 +114,6 @@ class TargetLink(WorkerLink):
         self._incarnation, self._vocab_size, self._on_results = incarnation, vocab_size, on_results
         self._outgoing: list[target_pb2.RoundCommands] = []
         self._received = 0
-        self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's time of a round."""
         metadata = tracing.stream_metadata("target", address)
@@ -178,7 +177,6 @@ class TargetLink(WorkerLink):
         async for response in self._call:
             _check_readable(response)
             check_results(response, vocab_size=self._vocab_size)
-            self.load = response.load
             if response.report.step_ns:
                 self.step_latency.observe(response.report.step_ns)
             self._received += 1
@@ -280,7 +278,6 @@ class DraftLink(WorkerLink):
         self._on_growth = on_growth
         self._on_fault = on_fault
         self._outgoing: list[draft_pb2.DraftCommands] = []
-        self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's step time."""
         metadata = tracing.stream_metadata("draft", address)
@@ -332,7 +329,6 @@ class DraftLink(WorkerLink):
         async for message in self._call:
             _check_readable(message)
             check_report(message.report)
-            self.load = message.load
             if message.report.step_ns:
                 self.step_latency.observe(message.report.step_ns)
             for error in message.errors:
