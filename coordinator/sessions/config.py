@@ -11,9 +11,7 @@ from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
-
-MOST_NODES = 512
-"""Nodes of a session that a target takes in one message."""
+from outrider.wire import MOST_NODES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +157,7 @@ class CoordinatorConfig:
             )
         if self.max_live_nodes > MOST_NODES:
             raise ValueError(
-                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: as many of a session as go "
-                "into one message"
+                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: the pool holds no more"
             )
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
             raise ValueError(
