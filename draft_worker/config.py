@@ -139,7 +139,7 @@ class DraftWorkerConfig:
         check_ngram_options(self)
         if self.max_live_nodes > MOST_NODES:
             raise ValueError(
-                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: a target's pool holds no more"
+                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: a pool holds no more"
             )
         self.engine()
         self.growth(max_model_len=self.max_model_len or 1)
