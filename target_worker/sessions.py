@@ -19,6 +19,8 @@ SessionKey = tuple[int, int]
 """(coordinator incarnation, session id)."""
 WITHOUT_BOUND = (1 << 31) - 2
 """`max_nodes` and `max_depth` of a session whose trees have any size."""
+WITHOUT_LIMIT = (1 << 31) - 1
+"""`allow` of a session that may run as far as it can."""
 
 
 class Code(IntEnum):
@@ -59,6 +61,8 @@ class OpenRequest:
     `weights` is the version that its tokens are chosen with; empty: any.
     `sync_wait_ms` is how long it waits for a tree in sync mode.
     `max_nodes` and `max_depth` bound what one round verifies of its tree.
+    `allow` is the length up to which it may run ahead of its client.
+    `is_alone` keeps all other sessions out of its rounds.
     """
 
     key: SessionKey
@@ -71,6 +75,8 @@ class OpenRequest:
     sync_wait_ms: int = 0
     max_nodes: int = WITHOUT_BOUND
     max_depth: int = WITHOUT_BOUND
+    allow: int = WITHOUT_LIMIT
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

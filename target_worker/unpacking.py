@@ -26,7 +26,14 @@ from outrider.target_worker.rounds.commands import (
     RefuseCommand,
     RoundOwner,
 )
-from outrider.target_worker.sessions import WITHOUT_BOUND, Code, OpenRequest, SessionFault, SpeculationMode
+from outrider.target_worker.sessions import (
+    WITHOUT_BOUND,
+    WITHOUT_LIMIT,
+    Code,
+    OpenRequest,
+    SessionFault,
+    SpeculationMode,
+)
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_from_bytes
 
@@ -37,6 +44,9 @@ _MOST_NODES = 512
 _MOST = (1 << 31) - 1
 """The largest number of a record."""
 _MOST_SOURCE = 7
+
+_Bounds = dict[tuple[int, int], tuple[int, bool]]
+"""By session id and epoch: `allow`, and whether the session is alone."""
 
 _MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC,
@@ -70,11 +80,12 @@ def unpack(message: target_pb2.RoundCommands, owner: RoundOwner, *, vocab_size: 
     ]
     if violations:
         raise InvalidRequest(violations)
+    bounds = _bounds(message)
     return [
-        *(_open_command(message.incarnation, opening, owner) for opening in message.opens),
+        *(_open_command(message.incarnation, opening, owner, bounds) for opening in message.opens),
         *_place_commands(message, owner, places),
         *_grow_commands(message, owner, vocab_size=vocab_size, places=places),
-        *_bounds_commands(message, owner),
+        *_bounds_commands(message.incarnation, owner, bounds),
         *(
             CloseCommand((message.incarnation, session_id), epoch)
             for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True)
@@ -107,13 +118,22 @@ def _column_lengths(message: target_pb2.RoundCommands) -> list[tuple[str, int, i
     ]
 
 
-def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: RoundOwner) -> Command:
+def _bounds(message: target_pb2.RoundCommands) -> _Bounds:
+    bounds = message.bounds
+    alone = bounds.alone or [False] * len(bounds.session_ids)
+    ids = zip(bounds.session_ids, bounds.epochs, strict=True)
+    return dict(zip(ids, zip(bounds.allow, alone, strict=True), strict=True))
+
+
+def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: RoundOwner, bounds: _Bounds) -> Command:
+    """Return the command that opens a session, within the bounds that the same message sets."""
     key, epoch, limits = (incarnation, opening.session_id), opening.epoch, opening.limits
     ids = about(session_id=opening.session_id, epoch=epoch)
     logger.debug("session %d, epoch %d is opened", opening.session_id, epoch, extra=ids)
     if limits.mode not in _MODES:
         message = f"limits.mode: {limits.mode} given, 1 (async), 2 (sync) or 3 (off) needed"
         return _refusal(owner, incarnation, opening.session_id, epoch, message)
+    allow, is_alone = bounds.get((opening.session_id, epoch), (WITHOUT_LIMIT, False))
     try:
         request = OpenRequest(
             key=key,
@@ -126,6 +146,8 @@ def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: Roun
             sync_wait_ms=limits.sync_wait_ms,
             max_nodes=min(limits.max_nodes or WITHOUT_BOUND, WITHOUT_BOUND),
             max_depth=min(limits.max_depth or WITHOUT_BOUND, WITHOUT_BOUND),
+            allow=min(allow, WITHOUT_LIMIT),
+            is_alone=is_alone,
         )
     except ValueError as error:
         message = f"prompt, output or sampling: {error}"
@@ -152,15 +174,13 @@ def _place_commands(message: target_pb2.RoundCommands, owner: RoundOwner, places
             yield PlaceCommand((message.incarnation, session_id), epoch, place, _CHANGES[change])
 
 
-def _bounds_commands(message: target_pb2.RoundCommands, owner: RoundOwner) -> Iterator[Command]:
-    bounds = message.bounds
-    alone = bounds.alone or [False] * len(bounds.session_ids)
-    for session_id, epoch, allow, is_alone in zip(bounds.session_ids, bounds.epochs, bounds.allow, alone, strict=True):
-        if allow > _MOST:
-            fault = f"bounds.allow: {allow} given, at most {_MOST} needed"
-            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+def _bounds_commands(incarnation: int, owner: RoundOwner, bounds: _Bounds) -> Iterator[Command]:
+    for (session_id, epoch), (allow, is_alone) in bounds.items():
+        if allow > WITHOUT_LIMIT:
+            fault = f"bounds.allow: {allow} given, at most {WITHOUT_LIMIT} needed"
+            yield _refusal(owner, incarnation, session_id, epoch, fault)
         else:
-            yield BoundsCommand((message.incarnation, session_id), epoch, allow, is_alone)
+            yield BoundsCommand((incarnation, session_id), epoch, allow, is_alone)
 
 
 def _grow_commands(

@@ -20,9 +20,9 @@ from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.buckets import RoundTimes, round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.step_cost import StepCost
-from outrider.target_worker.sessions import OpenRequest, SessionKey
+from outrider.target_worker.sessions import WITHOUT_LIMIT, OpenRequest, SessionKey
 
 _MAX_LEN = 512
 _SESSIONS = 64

@@ -57,9 +57,6 @@ from outrider.target_worker.sessions import (
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_LIMIT = (1 << 31) - 1
-"""`allow` of a session that may run as far as it can."""
-
 # Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
 # prefill always moves.
 _CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
@@ -229,11 +226,14 @@ class RoundLoop:
             prompt_len=len(request.prompt),
             sampling=sampling,
             limit=limit,
-            allow=WITHOUT_LIMIT,
+            allow=request.allow,
             mode=request.mode,
             sync_wait_ns=1_000_000 * request.sync_wait_ms,
             max_nodes=request.max_nodes,
             max_depth=request.max_depth,
+            is_alone=request.is_alone,
+            # Until it is its turn: the rounds under way may be those of one that is alone.
+            is_aside=request.is_alone or any(other.is_alone for other in self._sessions.values()),
             grammar=self._grammar_of(sampling),
             cached_tokens=0 if held is None else held.cached_tokens,
             reached=0
@@ -647,7 +647,7 @@ class RoundLoop:
             return False
         active = [session for session in self._by_row if session is not None and session.is_active]
         self._level = max((session.level for session in active if not session.is_aside), default=Level.PLAIN)
-        if self.is_busy and (self._level is Level.HOSTED or any(one.is_sync or one.is_alone for one in active)):
+        if self.is_busy and (self._level is Level.HOSTED or any(one.has_a_say for one in active)):
             return False
         return self._rounds.may_launch(self._has_running or self._has_chunks)
 

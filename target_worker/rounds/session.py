@@ -121,6 +121,11 @@ class Session:
         return self.mode is SpeculationMode.SYNC
 
     @property
+    def has_a_say(self) -> bool:
+        """True if it depends on the sessions of the round before who takes part in the next one."""
+        return self.is_sync or self.is_alone or self.is_aside
+
+    @property
     def output(self) -> list[int]:
         """Committed tokens behind the prompt."""
         return self.history[self.prompt_len : self.length].tolist()

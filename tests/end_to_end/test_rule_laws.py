@@ -46,6 +46,8 @@ class TableModel:
 
     ranks = SimpleNamespace(guard=contextlib.nullcontext, world_size=1)
 
+    dtype = torch.float32
+
     def __init__(self, seed: int, sharpness: float) -> None:
         chance = np.random.default_rng(seed)
         self.table = torch.from_numpy(sharpness * chance.normal(size=(MODEL_LEN, VOCABULARY, VOCABULARY))).float()

@@ -15,10 +15,11 @@ from tests.target_worker.rounds.driving import (
 from outrider import rpc
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.reload import Reloader
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import TargetServicer
+from outrider.target_worker.sessions import WITHOUT_LIMIT
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, tokens_to_bytes
 
@@ -100,6 +101,7 @@ class Coordinator:
         prompt: Sequence[int] = PROMPT,
         allow: int = WITHOUT_LIMIT,
         weights: str = "",
+        growth: target_pb2.RelayedGrowth | None = None,
         **limits: Any,
     ) -> None:
         opening = common_pb2.SessionOpen(
@@ -111,7 +113,7 @@ class Coordinator:
             limits=common_pb2.SpeculationLimits(**limits),
         )
         bounds = target_pb2.SessionBounds(session_ids=[number], epochs=[epoch], allow=[allow])
-        await self.send(opens=[opening], bounds=bounds)
+        await self.send(opens=[opening], bounds=bounds, growth=growth)
 
     async def change(self, number: int, place: int, change: Any, *, epoch: int = 1) -> None:
         changes = target_pb2.PlaceChanges(session_ids=[number], epochs=[epoch], places=[place], changes=[change])

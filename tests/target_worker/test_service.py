@@ -21,9 +21,8 @@ from tests.target_worker.rounds.driving import (
 from tests.target_worker.serving import LEFT, RESENT, SAMPLED, TAKEN, Coordinator, Service, until
 
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.sessions import Code
+from outrider.target_worker.sessions import WITHOUT_LIMIT, Code
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
 
@@ -82,11 +81,8 @@ async def test_tokens_are_those_of_plain_decoding_whatever_growth_does(name, ser
 async def test_nodes_that_are_sent_are_accepted_with_their_sources(service, reference_model):
     plain = plain_decode(reference_model, PROMPT, SAMPLED).tokens
     coordinator = Coordinator(service)
-    await coordinator.open(1, SAMPLED, allow=0)
     growth = coordinator.growth(1, (plain[:4], [0, 1, 2, 3]), len(PROMPT), sources=[1, 2, 3, 2])
-    await coordinator.send(
-        growth=growth, bounds=target_pb2.SessionBounds(session_ids=[1], epochs=[1], allow=[WITHOUT_LIMIT])
-    )
+    await coordinator.open(1, SAMPLED, growth=growth)
     await coordinator.finish(1)
     assert coordinator.tokens[1, 1] == plain
     sources = [bits for message in coordinator.messages for bits in message.accepted_sources]

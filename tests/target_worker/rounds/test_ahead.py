@@ -17,8 +17,8 @@ from tests.target_worker.rounds.driving import (
 )
 
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
-from outrider.target_worker.sessions import Code
+from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.sessions import WITHOUT_LIMIT, Code
 
 
 class AheadDriver(Driver):

@@ -9,7 +9,7 @@ from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.driving import Driver, adversarial_tree, make_loop, no_tree, oracle_tree, random_tree
 
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT
+from outrider.target_worker.sessions import WITHOUT_LIMIT
 
 pytestmark = pytest.mark.usefixtures("device")
 # The whole test takes ten thousand of them.

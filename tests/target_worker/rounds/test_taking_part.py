@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.rounds import driving
 from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import (
     PROMPT,
@@ -21,20 +23,24 @@ from tests.target_worker.rounds.driving import (
 
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.sessions import SpeculationMode
+from outrider.target_worker.sessions import WITHOUT_LIMIT, SpeculationMode
 
 FOR_EVER_MS = 10**9
 
 
-@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
-def loop(request, checkpoint) -> RoundLoop:
-    """Rounds whose device runs one at a time, or ahead of what has been read."""
+@pytest.fixture(params=["one by one", "ahead", pytest.param("cuda", marks=pytest.mark.gpu)])
+def loop(request, monkeypatch, checkpoint) -> RoundLoop:
+    """Rounds whose device runs one at a time, or ahead of what has been read, as a GPU does."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        monkeypatch.setattr(driving, "DEVICE", "cuda")
     runner, sizes = make_runner(checkpoint), {"chunk": 3}
-    if not request.param:
+    if request.param != "ahead":
         return loop_of(runner, **sizes)
     config = config_of(runner)
     program = AheadProgram.of_runner(runner, config)
@@ -190,7 +196,7 @@ def test_without_speculation_growth_is_dropped(loop, reference_model):
     assert tokens == plain
 
 
-@pytest.mark.parametrize("marked", ["at first", "later"])
+@pytest.mark.parametrize("marked", ["at first", "later", "as they open"])
 def test_a_session_that_is_alone_shares_no_round_and_all_go_on(marked, loop, reference_model):
     specs = {number: SamplingSpec(temperature=1.0, seed=number, max_new_tokens=14) for number in range(1, 6)}
     prompts = {number: [*PROMPT, *range(number, number + 9)] for number in specs}
@@ -201,16 +207,23 @@ def test_a_session_that_is_alone_shares_no_round_and_all_go_on(marked, loop, ref
         for number in alone:
             loop.separate((7, number), 1, is_alone=True)
 
-    for number, spec in specs.items():
-        loop.open(open_request(number, spec, prompt=prompts[number]))
+    opens = marked == "as they open"
+    for number in specs.keys() - (alone if opens else set()):
+        loop.open(open_request(number, specs[number], prompt=prompts[number]))
     results: list[SessionResult] = []
-    if marked == "later":
+    if marked == "later" or opens:
         for _ in range(12):
             results += turn(loop)
-    separate()
-    if loop.is_busy:
-        results += loop.drain()
-    first = len(rounds.seen)
+    if opens:
+        # The rounds under way are those of others.
+        for number in alone:
+            loop.open(replace(open_request(number, specs[number], prompt=prompts[number]), is_alone=True))
+        first = len(rounds.seen)
+    else:
+        separate()
+        if loop.is_busy:
+            results += loop.drain()
+        first = len(rounds.seen)
     tokens = finish(loop)
     for number, spec in specs.items():
         before = [token for result in results if result.key[1] == number for token in result.tokens]
