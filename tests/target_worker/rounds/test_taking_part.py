@@ -23,6 +23,7 @@ from tests.target_worker.rounds.driving import (
 
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
@@ -95,7 +96,9 @@ class Trees:
         # Less than a node has to be worth in other modes.
         acceptances = [0.001] * len(tokens)
         self._loop.grow(
-            (7, number), 1, 0, as_of, ids[1:], [ids[parent] for parent in parents], tokens, acceptances, **options
+            Growth.of_session(
+                (7, number), 1, 0, as_of, ids[1:], [ids[parent] for parent in parents], tokens, acceptances, **options
+            )
         )
 
 
