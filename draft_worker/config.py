@@ -13,6 +13,7 @@ from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_draft_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
+from outrider.wire import MOST_NODES
 
 DraftSource = Literal["model", "ngram", "model+ngram"]
 
@@ -136,6 +137,10 @@ class DraftWorkerConfig:
         if self.source not in get_args(DraftSource):
             raise ValueError(f"source: {self.source!r} given, {', '.join(get_args(DraftSource))} needed")
         check_ngram_options(self)
+        if self.max_live_nodes > MOST_NODES:
+            raise ValueError(
+                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: a pool holds no more"
+            )
         self.engine()
         self.growth(max_model_len=self.max_model_len or 1)
 

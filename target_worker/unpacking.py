@@ -5,12 +5,12 @@ is wrong concerns one session, which is told, and closed.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.draft_distribution import DraftDistribution, unpack_distributions
+from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import GrowthSource
 from outrider.log_output import about
@@ -19,13 +19,13 @@ from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     CloseCommand,
     Command,
-    GrowCommand,
     OpenCommand,
     PlaceChange,
     PlaceCommand,
     RefuseCommand,
     RoundOwner,
 )
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.sessions import (
     WITHOUT_BOUND,
     WITHOUT_LIMIT,
@@ -35,12 +35,10 @@ from outrider.target_worker.sessions import (
     SpeculationMode,
 )
 from outrider.v1 import common_pb2, target_pb2
-from outrider.wire import floats_from_bytes, split_by_counts, tokens_from_bytes
+from outrider.wire import MOST_NODES, floats_from_bytes, tokens_from_bytes
 
 logger = logging.getLogger(__name__)
 
-_MOST_NODES = 512
-"""Nodes of a session in one message."""
 _MOST = (1 << 31) - 1
 """The largest number of a record."""
 _MOST_SOURCE = 7
@@ -186,74 +184,66 @@ def _bounds_commands(incarnation: int, owner: RoundOwner, bounds: _Bounds) -> It
 def _grow_commands(
     message: target_pb2.RoundCommands, owner: RoundOwner, *, vocab_size: int, places: int
 ) -> Iterator[Command]:
+    if not message.growth.session_ids:
+        return
+    growth = _unpack_growth(message)
+    if faults := _growth_faults(growth, vocab_size=vocab_size, places=places):
+        for number, fault in faults.items():
+            yield _refusal(owner, *growth.keys[number], growth.epochs[number], fault)
+        growth = growth.without(faults)
+    if growth.keys:
+        yield growth
+
+
+def _unpack_growth(message: target_pb2.RoundCommands) -> Growth:
     growth = message.growth
     nodes = len(growth.node_ids)
-    node_ids = np.fromiter(growth.node_ids, np.int64, nodes)
-    parents = np.fromiter(growth.parents, np.int64, nodes)
-    tokens = np.fromiter(growth.tokens, np.int64, nodes)
-    acceptances = floats_from_bytes(growth.acceptance)
     drafters: int | npt.NDArray[np.int64] = int(GrowthSource.MODEL)
     if growth.sources:
         drafters = np.fromiter(growth.sources, np.int64, nodes)
         # A number that a newer peer knows, and what has none.
         drafters[(drafters < 1) | (drafters > _MOST_SOURCE)] = int(GrowthSource.MODEL)
     try:
-        distributions = unpack_distributions(growth.distributions, nodes)
+        has_any = growth.HasField("distributions")
+        distributions = unpack_distributions(growth.distributions, nodes) if has_any else ()
     except ValueError as error:
         raise InvalidRequest([FieldViolation("growth", str(error))]) from error
-    wrong = {
-        f"growth.node_ids: 1 to {_MOST} needed": (node_ids < 1) | (node_ids > _MOST),
-        f"growth.parents: at most {_MOST} needed": parents > _MOST,
-        f"growth.tokens: ids below {vocab_size} needed": tokens >= vocab_size,
+    return Growth(
+        keys=[(message.incarnation, session_id) for session_id in growth.session_ids],
+        epochs=list(growth.epochs),
+        places=list(growth.places),
+        as_of=list(growth.as_of),
+        counts=list(growth.node_counts),
+        node_ids=np.fromiter(growth.node_ids, np.int64, nodes),
+        parents=np.fromiter(growth.parents, np.int64, nodes),
+        tokens=np.fromiter(growth.tokens, np.int64, nodes),
+        acceptances=floats_from_bytes(growth.acceptance),
+        drafters=drafters,
+        distributions=distributions,
+        complete=list(growth.complete),
+    )
+
+
+def _growth_faults(growth: Growth, *, vocab_size: int, places: int) -> dict[int, str]:
+    """Return what is wrong with sessions' growth, by the index of each."""
+    node_ids, parents, tokens, acceptances = growth.node_ids, growth.parents, growth.tokens, growth.acceptances
+    owners = np.repeat(np.arange(len(growth.keys)), growth.counts)
+    of_sessions = [
+        (f"growth.places: below {places} needed", np.greater_equal(growth.places, places)),
+        (f"growth.as_of: 1 to {_MOST} needed", np.less(growth.as_of, 1) | np.greater(growth.as_of, _MOST)),
+        (f"growth.node_counts: at most {MOST_NODES} needed", np.greater(growth.counts, MOST_NODES)),
+    ]
+    of_nodes = [
+        (f"growth.node_ids: 1 to {_MOST} needed", (node_ids < 1) | (node_ids > _MOST)),
+        (f"growth.parents: at most {_MOST} needed", parents > _MOST),
+        (f"growth.tokens: ids below {vocab_size} needed", tokens >= vocab_size),
         # NaN is in no range.
-        "growth.acceptance: 0 to 1 needed": ~((acceptances >= 0) & (acceptances <= 1)),
-    }
-    faults = {fault: is_wrong for fault, is_wrong in wrong.items() if is_wrong.any()}
-    complete = growth.complete or [False] * len(growth.session_ids)
-    for session_id, epoch, place, as_of, span, is_complete in zip(
-        growth.session_ids,
-        growth.epochs,
-        growth.places,
-        growth.as_of,
-        split_by_counts(growth.node_counts),
-        complete,
-        strict=True,
-    ):
-        own = distributions[span]
-        if not any(own):
-            own = ()
-        fault = next((fault for fault, is_wrong in faults.items() if is_wrong[span].any()), None)
-        if place >= places:
-            fault = f"growth.places: {place} given, below {places} needed"
-        elif not 1 <= as_of <= _MOST:
-            fault = f"growth.as_of: {as_of} given, 1 to {_MOST} needed"
-        elif span.stop - span.start > _MOST_NODES:
-            fault = f"growth.node_counts: {span.stop - span.start} given, at most {_MOST_NODES} needed"
-        elif fault is None:
-            fault = _distribution_fault(own, tokens[span], vocab_size)
-        if fault is not None:
-            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
-            continue
-        yield GrowCommand(
-            key=(message.incarnation, session_id),
-            epoch=epoch,
-            place=place,
-            as_of=as_of,
-            node_ids=node_ids[span],
-            parents=parents[span],
-            tokens=tokens[span],
-            acceptances=acceptances[span],
-            drafters=drafters if isinstance(drafters, int) else drafters[span],
-            distributions=own,
-            is_complete=is_complete,
-        )
-
-
-def _distribution_fault(
-    distributions: Sequence[DraftDistribution | None], tokens: npt.NDArray[np.int64], vocab_size: int
-) -> str | None:
-    for distribution, token in zip(distributions, tokens.tolist(), strict=False):
+        ("growth.acceptance: 0 to 1 needed", ~((acceptances >= 0) & (acceptances <= 1))),
+    ]
+    faults = {number: fault for fault, is_wrong in of_sessions for number in np.flatnonzero(is_wrong).tolist()}
+    faults |= {number: fault for fault, is_wrong in of_nodes if is_wrong.any() for number in owners[is_wrong].tolist()}
+    for number, token, distribution in zip(owners, tokens.tolist(), growth.distributions, strict=False):
         fault = None if distribution is None else distribution.fault(token, vocab_size)
         if fault is not None:
-            return f"growth.distributions: {fault}"
-    return None
+            faults[int(number)] = f"growth.distributions: {fault}"
+    return faults

@@ -20,6 +20,7 @@ from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.buckets import RoundTimes, round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.growth import Growth as TargetGrowth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.step_cost import StepCost
 from outrider.target_worker.sessions import WITHOUT_LIMIT, OpenRequest, SessionKey
@@ -123,10 +124,10 @@ class Pair:
         """Verify what the draft has grown, in one round of all sessions; before and behind it they are held."""
         self._settle()
         for key, growth in self._grow(len(running)).items() if drafted else ():
-            self._loop.grow(
+            self._loop.grow(TargetGrowth.of_session(
                 key, 1, 0, growth.as_of[0], growth.node_ids, growth.parents, growth.tokens, growth.acceptance,
                 distributions=growth.distributions,
-            )  # fmt: skip
+            ))  # fmt: skip
         self._settle()
         for key in running:
             self._loop.limit(key, 1, WITHOUT_LIMIT)

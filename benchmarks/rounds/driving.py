@@ -11,6 +11,7 @@ from benchmarks.rounds.drafters import Drafter, DraftThread, Grown
 from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
@@ -270,15 +271,17 @@ class Driver:
         kind = session.messages % _KINDS
         session.messages += 1
         self._loop.grow(
-            (INCARNATION, session.number),
-            1,
-            0,
-            grown.as_of,
-            grown.node_ids,
-            grown.parents,
-            grown.tokens,
-            grown.acceptances,
-            drafter=kind,
+            Growth.of_session(
+                (INCARNATION, session.number),
+                1,
+                0,
+                grown.as_of,
+                grown.node_ids,
+                grown.parents,
+                grown.tokens,
+                grown.acceptances,
+                drafter=kind,
+            )
         )
         self._recorder.wrote(Written(kind=kind, at_ns=time.perf_counter_ns(), grown=grown))
 

@@ -19,6 +19,7 @@ import torch
 from outrider.kernels.noise import gumbel_noise_reference
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.sessions import OpenRequest, SessionKey
@@ -170,7 +171,7 @@ class Runs:
         ids, parents, tokens = follower.tree(mix, self._random, vocab_size=self._loop.model.vocab_size)
         if ids:
             as_of = len(text.prompt) + follower.place
-            self._loop.grow(key, 1, 0, as_of, ids, parents, tokens, [_ACCEPTANCE] * len(ids))
+            self._loop.grow(Growth.of_session(key, 1, 0, as_of, ids, parents, tokens, [_ACCEPTANCE] * len(ids)))
 
     def _gap(self, text: Text, difference: Difference) -> float:
         tokens = (difference.alone, difference.chosen)

@@ -11,9 +11,7 @@ from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
-
-MOST_NODES = 512
-"""Nodes of a session that a target takes in one message."""
+from outrider.wire import MOST_NODES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class CoordinatorConfig:
         quarantine_s: for how long at first; every further loss doubles it, to a minute at most.
         target_wait_s: longest that a request waits for a lost target worker to be replaced.
         room_wait_s: longest that a choice waits for KV memory at a target that nobody else here uses.
-        connect_timeout_s: longest to dial a worker that has registered.
+        connect_timeout_s: longest to wait for a worker to introduce itself, and to dial it then.
         retry_after_s: least that an overloaded server tells clients to wait; more where its queue takes longer.
         drain_s: time that running requests get when the process is told to stop.
         allow_synthetic: take requests whose drafts are accepted at given rates, whatever they are: for benchmarks.
@@ -159,8 +157,7 @@ class CoordinatorConfig:
             )
         if self.max_live_nodes > MOST_NODES:
             raise ValueError(
-                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: as many of a session as go "
-                "into one message"
+                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: the pool holds no more"
             )
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
             raise ValueError(

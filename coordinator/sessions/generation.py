@@ -42,8 +42,11 @@ class Generation:
     """The events of one request, all its choices together; iterate, and always `cancel` in the end.
 
     Args:
-        max_buffered_events: a reader this far behind is stalled, and its sessions rest until it reads on.
+        max_buffered_events: a reader this far behind is stalled, and its sessions rest until it has read half of it.
         release: called once when the request ends in whatever way, with the generation.
+
+    Attributes:
+        is_stalled: the reader is so far behind that generating more would only fill memory.
     """
 
     # Every round asks each session's for its reader.
@@ -54,6 +57,7 @@ class Generation:
         "_release",
         "_wake",
         "is_closed",
+        "is_stalled",
         "on_resume",
         "request",
         "sessions",
@@ -67,7 +71,7 @@ class Generation:
         self.request = request
         self._max_buffered_events = max_buffered_events
         self.sessions: list[Session] = []
-        self.is_closed = False
+        self.is_closed = self.is_stalled = False
         self._release = release
         self._events: deque[GenerationEvent] = deque()
         self._wake = asyncio.Event()
@@ -76,11 +80,6 @@ class Generation:
         self.weights = request.weights
         """Version of those that its tokens are chosen with; empty before it is placed, or where nobody knows."""
         self.on_resume: Callable[[], None] | None = None
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the reader is so far behind that generating more would only fill memory."""
-        return len(self._events) >= self._max_buffered_events
 
     @property
     def has_begun(self) -> bool:
@@ -98,6 +97,7 @@ class Generation:
         if not self.times.first_token_ns and isinstance(event, TokenDelta):
             self.times.first_token_ns = clock.now_ns()
         self._events.append(event)
+        self.is_stalled = self.is_stalled or len(self._events) >= self._max_buffered_events
         self._wake.set()
 
     def finish_if_done(self) -> None:
@@ -154,10 +154,11 @@ class Generation:
     async def _read(self) -> AsyncIterator[GenerationEvent]:
         while True:
             while self._events:
-                was_stalled = self.is_stalled
                 event = self._events.popleft()
-                if was_stalled and not self.is_stalled and self.on_resume is not None:
-                    self.on_resume()
+                if self.is_stalled and len(self._events) <= self._max_buffered_events // 2:
+                    self.is_stalled = False
+                    if self.on_resume is not None:
+                        self.on_resume()
                 yield event
                 if isinstance(event, GenerationResult):
                     return

@@ -346,7 +346,7 @@ class Growth:
         complete: the round's tree is whole (sync mode).
         source: of all nodes.
         forgot: earlier node ids mean nothing any more.
-        again: the live tree is sent again from here on.
+        again: the live tree, sent again.
     """
 
     session_id: int

@@ -357,9 +357,9 @@ class Scheduler:
         """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
         self._relay.take_growth(worker_id, growth)
 
-    def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
-        """A draft cannot serve a session: it goes on without this draft."""
-        self._drafts.take_error(worker_id, session_id, epoch, message)
+    def take_draft_fault(self, worker_id: str, session_id: int, epoch: int, fault: SessionFault) -> None:
+        """A draft has refused a session, or has no room for it: it goes on without this draft."""
+        self._drafts.take_fault(worker_id, session_id, epoch, fault)
 
     # ---------------------------------------------------------------------------------------------------------- status
 

@@ -88,7 +88,7 @@ class Session:
     Attributes:
         places: what grows its tree, by place at the target.
         draft_epochs: by worker id, under which epoch each knows it.
-        asked_again: workers that have been asked for their trees, and have not begun to send them.
+        asked_again: drafters that have been asked for their trees, and have not sent them.
     """
 
     def __init__(self, session_id: int, generation: Generation, index: int, text_stream: TextStream) -> None:
@@ -113,9 +113,9 @@ class Session:
         self.target_epoch = 0
         self.places: list[Drafter | None] = [None] * PLACES
         self.draft_epochs: dict[str, int] = {}
-        self.asked_again: set[str] = set()
-        self.refused_by: set[str] = set()
-        """Draft workers that gave this session up."""
+        self.asked_again: set[Drafter] = set()
+        self.refused_by: set[Drafter] = set()
+        """Drafters that cannot grow this session, now or later."""
         self.arrivals: list[GrowthArrival] = []
         self.committed_ns = 0
         """When tokens were last committed; before there are any, when the session was placed."""
@@ -142,15 +142,19 @@ class Session:
     def leave_draft(self, worker_id: str) -> list[int]:
         """Free the places of a draft, perhaps none; what it has grown stays. Return the places."""
         places = self.places_of(worker_id)
+        self.asked_again.difference_update(self.drafters_of(worker_id))
         for place in places:
             self.places[place] = None
         self.draft_epochs.pop(worker_id, None)
-        self.asked_again.discard(worker_id)
         return places
 
     def places_of(self, worker_id: str) -> list[int]:
         """Return the places of a draft."""
         return [place for place, own in enumerate(self.places) if own is not None and own.worker_id == worker_id]
+
+    def drafters_of(self, worker_id: str) -> list[Drafter]:
+        """Return the drafters of a worker that have places, in the order of these."""
+        return [own for own in self.places if own is not None and own.worker_id == worker_id]
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """A resumed choice goes on after what the client has got; its text has been delivered."""

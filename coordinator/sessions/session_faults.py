@@ -100,10 +100,11 @@ class SessionFaults:
         target = next((target for target in targets if session.session_id in target.sessions), None)
         if target is not None and target.places.is_shared:
             # Other coordinators' sessions have the room.
-            is_borrowed = target.places.note_refusal(len(target.sessions))
+            is_borrowed = target.places.note_refusal(len(target.sessions) - 1)
             if is_borrowed or any(other.has_room for other in targets):
                 self._move(target, [session])
-                self._without_room_since[session.session_id] = since_ns
+                if not session.is_finished:
+                    self._without_room_since[session.session_id] = since_ns
                 return
         asyncio.get_running_loop().call_later(_NO_ROOM_PAUSE_S, self._ask_for_room, session)
 

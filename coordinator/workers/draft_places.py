@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.messages import SpeculationMode
-from outrider.coordinator.sessions.session import PLACES, Session
+from outrider.coordinator.sessions.session import PLACES, Drafter, Session
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.growth_source import GrowthSource
@@ -80,7 +80,10 @@ class DraftPlaces:
     def _open(self, session: Session, peer: DraftPeer, source: GrowthSource) -> None:
         """Have a draft grow a session by this source, and by others as far as there are places."""
         own = self._sources(session)
-        ranked = sorted(own & peer.sources, key=lambda other: (other is not source, other))
+        ranked = sorted(
+            (other for other in own & peer.sources if Drafter(peer.worker_id, other) not in session.refused_by),
+            key=lambda other: (other is not source, other),
+        )
         sources = ranked[: session.places.count(None)]
         # Together the places of a session hold no more than the target's pool.
         of_place = self._config.max_live_nodes // min(self._wanted(session) * len(own), PLACES)
@@ -129,7 +132,7 @@ class DraftPlaces:
             for worker_id, peer in self._drafts.items()
             if source in peer.sources
             and peer.has_room
-            and worker_id not in session.refused_by
+            and Drafter(worker_id, source) not in session.refused_by
             and worker_id not in session.draft_epochs
         ]
 
@@ -138,13 +141,11 @@ class DraftPlaces:
         if self._config.drafts_per_session == 1:
             return None
         for worker_id, peer in self._drafts.items():
-            if worker_id in session.refused_by or source not in peer.sources:
+            if Drafter(worker_id, source) in session.refused_by or source not in peer.sources:
                 continue
             for session_id in peer.sessions:
                 other = self._sessions[session_id]
-                own = {
-                    drafter.source for drafter in other.places if drafter is not None and drafter.worker_id == worker_id
-                }
+                own = {drafter.source for drafter in other.drafters_of(worker_id)}
                 if source in own and all(self._count(other, each) > 1 for each in own):
                     peer.link.close_session(session_id, other.draft_epochs[worker_id])
                     self.leave(other, worker_id)

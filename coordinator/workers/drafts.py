@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.messages import FaultKind, SessionFault
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.draft_places import DraftPlaces
@@ -116,7 +117,8 @@ class Drafts:
     def ask_for_lost(self, session: Session, lost: int) -> None:
         """Have the drafts send their live trees again whose growth a target has lost: a bit set of places."""
         for place, drafter in enumerate(session.places):
-            if drafter is not None and lost >> place & 1:
+            # Unless that is under way.
+            if drafter is not None and lost >> place & 1 and drafter not in session.asked_again:
                 self._ask_again(session, drafter.worker_id)
 
     def ask_all_again(self, session: Session) -> None:
@@ -126,18 +128,24 @@ class Drafts:
             self._ask_again(session, worker_id)
 
     def _ask_again(self, session: Session, worker_id: str) -> None:
-        """Have a draft send its live trees again, unless that is under way."""
-        if worker_id not in session.asked_again:
-            session.asked_again.add(worker_id)
-            self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
+        """Have a draft send its live trees again."""
+        session.asked_again.update(session.drafters_of(worker_id))
+        self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
 
-    def take_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
-        """A draft cannot serve a session: it goes on without this draft."""
+    def take_fault(self, worker_id: str, session_id: int, epoch: int, fault: SessionFault) -> None:
+        """A draft has refused a session, or has no room for it: it goes on without this draft.
+
+        A session that found no room may come back once the draft has places. Where a model and n-grams were to grow
+        it, the model is taken for the one that refuses, since n-grams take sessions of any length.
+        """
         session, peer = self._sessions.get(session_id), self.peers.get(worker_id)
         if session is None or peer is None or session.draft_epochs.get(worker_id) != epoch:
             return
-        logger.info("draft %s gave up session %d: %s", worker_id, session_id, message, extra=session.ids)
-        self._places.leave(session, worker_id)
+        logger.info("draft %s gave up session %d: %s", worker_id, session_id, fault.message, extra=session.ids)
         peer.sessions.discard(session_id)
-        session.refused_by.add(worker_id)
+        if fault.kind is FaultKind.NO_ROOM:
+            self._shared[worker_id].note_refusal(len(peer.sessions))
+        else:
+            session.refused_by.add(min(session.drafters_of(worker_id)))
+        self._places.leave(session, worker_id)
         self._places.assign(session)

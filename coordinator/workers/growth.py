@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.coordinator.sessions.config import MOST_NODES
 from outrider.coordinator.sessions.messages import GrowthBatch
 from outrider.coordinator.workers.answers import usable_acceptance
 from outrider.draft_distribution import DraftDistribution, unpack_distributions
 from outrider.growth_source import GrowthSource
 from outrider.v1 import draft_pb2
-from outrider.wire import floats_from_bytes
+from outrider.wire import MOST_NODES, floats_from_bytes
 
 # Ids, parents and lengths have 31 bits at a target.
 _MOST = (1 << 31) - 1

@@ -114,7 +114,6 @@ class TargetLink(WorkerLink):
         self._incarnation, self._vocab_size, self._on_results = incarnation, vocab_size, on_results
         self._outgoing: list[target_pb2.RoundCommands] = []
         self._received = 0
-        self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's time of a round."""
         metadata = tracing.stream_metadata("target", address)
@@ -178,7 +177,6 @@ class TargetLink(WorkerLink):
         async for response in self._call:
             _check_readable(response)
             check_results(response, vocab_size=self._vocab_size)
-            self.load = response.load
             if response.report.step_ns:
                 self.step_latency.observe(response.report.step_ns)
             self._received += 1
@@ -270,7 +268,7 @@ class DraftLink(WorkerLink):
         incarnation: int,
         vocab_size: int,
         on_growth: Callable[[GrowthBatch], None],
-        on_error: Callable[[int, int, str], None],
+        on_fault: Callable[[int, int, SessionFault], None],
         on_lost: Callable[[str], None],
         tls: TlsConfig | None = None,
     ) -> None:
@@ -278,9 +276,8 @@ class DraftLink(WorkerLink):
         self._incarnation = incarnation
         self._vocab_size = vocab_size
         self._on_growth = on_growth
-        self._on_error = on_error
+        self._on_fault = on_fault
         self._outgoing: list[draft_pb2.DraftCommands] = []
-        self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's step time."""
         metadata = tracing.stream_metadata("draft", address)
@@ -332,10 +329,9 @@ class DraftLink(WorkerLink):
         async for message in self._call:
             _check_readable(message)
             check_report(message.report)
-            self.load = message.load
             if message.report.step_ns:
                 self.step_latency.observe(message.report.step_ns)
             for error in message.errors:
-                self._on_error(error.session_id, error.epoch, error.message)
+                self._on_fault(error.session_id, error.epoch, _fault(error))
             if message.session_ids:
                 self._on_growth(growth_batch(message, self._vocab_size))

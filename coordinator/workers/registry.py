@@ -94,7 +94,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def _introduce(
         self, reports: AsyncIterator[registry_pb2.WorkerReport], context: ServicerContext[Any, Any]
     ) -> RegisteredWorker | None:
-        report = await anext(reports, None)
+        timeout_s = self._config.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                report = await anext(reports, None)
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"the worker did not introduce itself within {timeout_s:g} s") from error
         if report is None:
             return None
         if report.WhichOneof("report") != "introduction":
@@ -257,7 +262,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 incarnation=self._incarnation,
                 vocab_size=worker.introduction.model.vocab_size,
                 on_growth=_bind_first(self._scheduler.take_growth, worker.worker_id),
-                on_error=_bind_first(self._scheduler.take_draft_error, worker.worker_id),
+                on_fault=_bind_first(self._scheduler.take_draft_fault, worker.worker_id),
                 on_lost=worker.lose,
                 tls=self._config.tls,
             )

@@ -104,7 +104,7 @@ class Relay:
             if session is None or target is None:
                 self._totals.dropped_nodes += count
                 continue
-            self._note_changes(target, session, worker_id, growth, number)
+            self._note_changes(target, session, drafter, growth, number)
             if count or growth.complete[number]:
                 parts[target.worker_id].append(number)
         if growth.source is GrowthSource.MODEL:
@@ -128,17 +128,14 @@ class Relay:
         return None if session.is_finished else self._targets.get(session.target_id or "")
 
     @staticmethod
-    def _note_changes(target: TargetPeer, session: Session, worker_id: str, growth: GrowthBatch, number: int) -> None:
-        """Tell a target what a draft says of all trees of the session that it has sent so far."""
-        changes = list[target_pb2.PlaceChange]()
+    def _note_changes(target: TargetPeer, session: Session, drafter: Drafter, growth: GrowthBatch, number: int) -> None:
+        """Tell a target what a draft says of the trees of the session that it has sent so far."""
         if growth.forgot[number]:
-            changes.append(target_pb2.PLACE_CHANGE_TAKEN)
+            for place in session.places_of(drafter.worker_id):
+                target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
         if growth.again[number]:
-            session.asked_again.discard(worker_id)
-            changes.append(target_pb2.PLACE_CHANGE_RESENT)
-        for change in changes:
-            for place in session.places_of(worker_id):
-                target.change_place(session, place, change)
+            session.asked_again.discard(drafter)
+            target.change_place(session, session.places.index(drafter), target_pb2.PLACE_CHANGE_RESENT)
 
     # --------------------------------------------------------------------------------------------------------- results
 

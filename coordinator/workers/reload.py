@@ -234,6 +234,8 @@ class Reloads:
             report.error = error.details() or error.code().name
         finally:
             asked.cancel()
+            # Its call and its channel end with it.
+            await asyncio.gather(asked, return_exceptions=True)
         report.running.CopyFrom(worker.weights)
         return report
 

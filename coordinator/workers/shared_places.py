@@ -66,11 +66,10 @@ class SharedPlaces:
         return self.limits.max_sessions > before
 
     def note_refusal(self, own: int) -> bool:
-        """The worker has no room for one of `own` sessions: no more go there before it is heard of again.
+        """The worker has no room for one more than `own` sessions: no more go there before it is heard of again.
 
         Returns:
             Whether that one's place was borrowed, so that it had better wait elsewhere.
         """
-        is_borrowed = own > self._share
-        self.limits.max_sessions = min(self.limits.max_sessions, own - is_borrowed)
-        return is_borrowed
+        self.limits.max_sessions = min(self.limits.max_sessions, own)
+        return own >= self._share

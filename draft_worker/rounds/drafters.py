@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import Key, SessionStart, check_start, new_tokens
-from outrider.errors import OutOfSlots, OutriderError, Superseded
+from outrider.errors import OutriderError, Superseded
 from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Drafters:
         Raises:
             Superseded: the session is open under this epoch or a newer one.
             InvalidRequest: token ids or lengths that are not taken.
-            OutOfSlots: a drafter has no room for it.
+            OutOfSlots: a drafter has no room for it now.
         """
         held = self._sessions.get(start.key)
         if held is not None:
@@ -107,9 +107,6 @@ class Drafters:
         first, tokens = self._drafters[0], [*start.prompt, *start.output]
         check_start(start, vocab_size=first.vocab_size, max_model_len=first.config.max_model_len)
         drafters = [drafter for drafter in self._drafters if drafter.source in start.sources]
-        if len(drafters) > 1 and len(tokens) > self.slots[1]:
-            # Too long for the model's KV.
-            drafters.pop()
         try:
             for drafter in reversed(drafters):
                 drafter.open(start if len(drafters) == 1 else _shared(start, drafter.source))
@@ -125,8 +122,8 @@ class Drafters:
         Raises:
             Superseded: no session of this key is open under this epoch.
             CommitMismatch: the tokens do not continue the session; it is closed.
-            InvalidRequest: a token outside the vocabulary; the session is closed.
-            OutOfSlots: it has become too long for the model's KV and is closed, unless it can go on by n-grams.
+            InvalidRequest: a token outside the vocabulary, or more tokens than the model's KV holds; the session is
+                closed.
         """
         session = self._sessions.get(key)
         if session is None or session.start.epoch != epoch:
@@ -135,13 +132,6 @@ class Drafters:
             tokens = new_tokens(session.tokens, position, token_ids, vocab_size=self._drafters[0].vocab_size)
             session.tokens += tokens
             has_dropped = [drafter.commit(key, tokens) for drafter in session.drafters] if tokens else []
-        except OutOfSlots:
-            if self.ngram is None or self.ngram not in session.drafters:
-                self.close(key, epoch)
-                raise
-            self.ngram.speak(key)
-            session.drafters.pop()
-            has_dropped = [True]
         except OutriderError:
             self.close(key, epoch)
             raise
@@ -149,17 +139,19 @@ class Drafters:
             self._forgot[session.start.owner, key[1]] = len(session.tokens)
             if not session.start.is_sync:
                 # Ids of a tree that lives on are void like all others.
-                self._ready += chain.from_iterable(drafter.live_tree(key) for drafter in reversed(session.drafters))
+                self._send_again(session)
 
     def resend(self, key: Key, epoch: int) -> None:
         """Send the live tree of a session again, if it is open under this epoch: parents first, with the same ids."""
         session = self._sessions.get(key)
-        if session is None or session.start.epoch != epoch:
-            return
+        if session is not None and session.start.epoch == epoch:
+            self._send_again(session)
+
+    def _send_again(self, session: _Session) -> None:
         # The model first: growth of it that has come has to leave before.
         for drafter in reversed(session.drafters):
-            *earlier, tree = drafter.live_tree(key)
-            tree.again = [drafter is session.drafters[-1]]
+            *earlier, tree = drafter.live_tree(session.start.key)
+            tree.again = [True]
             self._ready += [*earlier, tree]
 
     def close(self, key: Key, epoch: int) -> None:

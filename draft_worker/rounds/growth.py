@@ -20,7 +20,7 @@ class Growth:
         as_of: [P] committed lengths that the growth continues.
         complete: [P] sync mode: the round's tree is whole. Async: no other drafter is needed this round.
         forgot: [P] the session's tree was dropped before: earlier node ids mean nothing any more.
-        again: [P] from here on the session's live tree is sent again.
+        again: [P] the session's live tree, sent again.
         counts: [P] nodes of each session.
         node_ids: [n].
         parents: [n] node ids, or 0 for the root at length `as_of`; a parent stands before its children.

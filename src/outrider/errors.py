@@ -10,7 +10,7 @@
     │   └── WeightsReplaced  it began with weights that the service does not run with any more  ABORTED
     ├── InternalError        a defect of the service ended this request               INTERNAL
     │   └── PoisonRequest    it crashed two target workers and is not tried again     INTERNAL
-    ├── OutOfSlots           the KV cache has no room (inside a worker)               RESOURCE_EXHAUSTED
+    ├── OutOfSlots           a worker has no room now (inside a worker)               RESOURCE_EXHAUSTED
     ├── CommitMismatch       a commit continues another text (inside a draft worker)  FAILED_PRECONDITION
     ├── CheckpointError      a checkpoint folder cannot be served                     FAILED_PRECONDITION
     ├── CorpusError          a file of texts for the n-gram source cannot be read      FAILED_PRECONDITION
@@ -98,7 +98,7 @@ class PoisonRequest(InternalError):
 
 
 class OutOfSlots(OutriderError):
-    """The KV cache has fewer free slots than were asked for."""
+    """A worker has fewer rows or free slots than were asked for; it may have them later."""
 
 
 class CommitMismatch(OutriderError):

@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
 
+MOST_NODES = 256
+"""Nodes of one session that a pool holds, and so that one message brings."""
+
 
 def tokens_to_bytes(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32, 4 bytes each."""

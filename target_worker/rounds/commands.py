@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from outrider.draft_distribution import DraftDistribution
 from outrider.errors import OutriderError
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.sessions import OpenRequest, SessionFault, SessionKey
 
@@ -104,23 +101,6 @@ class PlaceCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class GrowCommand:
-    """Adds nodes of one place; see `RoundLoop.grow`."""
-
-    key: SessionKey
-    epoch: int
-    place: int
-    as_of: int
-    node_ids: npt.NDArray[np.int64]
-    parents: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64]
-    acceptances: npt.NDArray[np.float32]
-    drafters: int | npt.NDArray[np.int64]
-    distributions: Sequence[DraftDistribution | None]
-    is_complete: bool
-
-
-@dataclass(frozen=True, slots=True)
 class BoundsCommand:
     """Sets how far a session may go, and whether it runs alone."""
 
@@ -154,5 +134,5 @@ class LeaveCommand:
 
 
 Command = (
-    OpenCommand | RefuseCommand | PlaceCommand | GrowCommand | BoundsCommand | CloseCommand | HoldCommand | LeaveCommand
+    OpenCommand | RefuseCommand | PlaceCommand | Growth | BoundsCommand | CloseCommand | HoldCommand | LeaveCommand
 )

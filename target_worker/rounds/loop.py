@@ -22,13 +22,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from outrider.draft_distribution import DraftDistribution
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
-from outrider.kernels.pool.records import WORDS, RecordKind, Records
+from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import MAX_RATES, Finish
@@ -37,6 +36,7 @@ from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds import plan
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.host_part import has_host_stops
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.observer import RoundObserver
@@ -49,20 +49,17 @@ from outrider.target_worker.sessions import (
     OpenRequest,
     SessionFault,
     SessionKey,
-    SpeculationMode,
     check_bounds,
     check_open,
     fit_fault,
 )
+from outrider.wire import split_by_counts
 
 logger = logging.getLogger(__name__)
 
 # Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
 # prefill always moves.
 _CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
-
-# A column of a message.
-_Ints = Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,60 +243,33 @@ class RoundLoop:
             self._sessions[request.key] = session
             self._plan()
 
-    def grow(  # noqa: PLR0917 - columns of a message
-        self,
-        key: SessionKey,
-        epoch: int,
-        place: int,
-        as_of: int,
-        node_ids: _Ints,
-        parents: _Ints,
-        tokens: _Ints,
-        acceptances: Sequence[float] | npt.NDArray[np.float32],
-        *,
-        drafter: int | _Ints = 0,
-        distributions: Sequence[DraftDistribution | None] = (),
-        is_complete: bool = False,
-    ) -> None:
-        """Add nodes that a drafter has made; those of a session that is not open under this epoch are dropped.
+    def grow(self, growth: Growth) -> None:
+        """Add nodes that a drafter has made; those of sessions that are not open under their epoch are dropped.
 
-        So are nodes of a session without speculation, and in sync mode those for another length than it has.
-
-        Args:
-            key: whose.
-            epoch: of its opening.
-            place: of the worker that drafts.
-            as_of: committed tokens that the drafter had when it made the nodes.
-            node_ids: [n] what it calls them, rising.
-            parents: [n] ids of their parents; 0 is the token at index as_of - 1.
-            tokens: [n]
-            acceptances: [n] estimated chance that the target accepts each, given its parent.
-            drafter: number of its kind, 0 to 7; or [n] of each node.
-            distributions: [n] the q that each token was drawn from, under `rejection`.
-            is_complete: in sync mode, whether they are the last ones of their tree.
+        So are nodes of sessions without speculation, and in sync mode those for another length than it has.
         """
-        session = self._sessions.get(key)
-        if session is None or session.epoch != epoch or session.mode is SpeculationMode.OFF:
-            return
-        if session.is_sync and as_of != session.length:
-            return
-        if not session.is_open:
-            # Its row comes later: the tree is to be sent again.
-            session.lost |= 1 << place
-            return
-        if is_complete:
-            session.tree_at = as_of
-        if not len(node_ids):
-            return
-        if distributions:
-            session.add_distributions(node_ids, distributions)
-        records = np.empty((len(node_ids), WORDS), np.int32)
-        records[:, 0] = RecordKind.GROWTH | place << 8 | 1 << np.asarray(drafter) + 16
-        records[:, 1], records[:, 2] = session.row, np.uint32(session.generation).view(np.int32)
-        records[:, 3], records[:, 4], records[:, 5], records[:, 6] = node_ids, parents, as_of, tokens
-        # The bits of -0.0 are not those of 0.0.
-        records[:, 7] = (np.array(acceptances, np.float32) + np.float32(0)).view(np.int32)
-        self._inbox.put(records)
+        openings: list[tuple[int, int] | None] = []
+        columns = zip(growth.keys, growth.epochs, growth.places, growth.as_of, strict=True)
+        for number, (key, epoch, place, as_of) in enumerate(columns):
+            session, opening = self._sessions.get(key), None
+            if session is not None and session.takes_growth(epoch, as_of):
+                if session.is_open:
+                    opening = session.row, session.generation
+                    if growth.complete and growth.complete[number]:
+                        session.tree_at = as_of
+                else:
+                    # Its row comes later: the tree is to be sent again.
+                    session.lost |= 1 << place
+            openings.append(opening)
+        if growth.distributions:
+            self._keep_distributions(growth, openings)
+        if len(records := growth.records(openings)):
+            self._inbox.put_edits(records)
+
+    def _keep_distributions(self, growth: Growth, openings: Sequence[tuple[int, int] | None]) -> None:
+        for key, opening, span in zip(growth.keys, openings, split_by_counts(growth.counts), strict=True):
+            if opening is not None and any(own := growth.distributions[span]):
+                self._sessions[key].add_distributions(growth.node_ids[span].tolist(), own)
 
     def forget(self, key: SessionKey, epoch: int, place: int) -> None:
         """Drop what the worker at a place has grown: another takes the place, or it has forgotten its tree."""

@@ -73,7 +73,6 @@ class _WideGraphs(NamedTuple):
 
     pack: torch.cuda.CUDAGraph
     forward: torch.cuda.CUDAGraph
-    logits: torch.Tensor
     end: torch.cuda.CUDAGraph
 
 
@@ -125,12 +124,13 @@ class RoundProgram:
         count = len(self.buckets)
         self._early_words = self._column(count + 2, dtype=torch.int64)
         totals = self._early_words[count:].view(torch.int32)
+        self._least_value = config.least_value
         self._selection = replace(
             Selection.allocate(self.pool, [bucket.selected for bucket in self.buckets]),
             gains=self._early_words[:count],
             totals=totals[:2],
             needed=totals[2:3],
-            least_value=torch.full((1,), config.least_value, dtype=torch.float32, device=device),
+            least_value=torch.full((1,), self._least_value, dtype=torch.float32, device=device),
         )
         self._packed = [
             Packed.allocate(self.pool, bucket.selected, scrap_slot=num_slots, extra_rows=bucket.prefill)
@@ -151,6 +151,8 @@ class RoundProgram:
         self.shape = ReportShape(sessions=largest, most=most, logprobs=min(config.logprobs, vocab_size))
         self._walks = Walks.allocate(self.pool, sessions=largest, most=most)
         self._ranked = Logprobs.allocate(lines, self.shape.logprobs, device)
+        # Of rounds with processors: before them, where graphs are captured, and behind them.
+        self._wide_logits = self._column(lines if self._captures else 0, vocab_size, dtype=model.dtype)
         self._logits = self._column(lines, vocab_size, dtype=torch.float32)
         self._decided = self._column(lines)
         # Verified rows are the first ones of a step.
@@ -241,13 +243,12 @@ class RoundProgram:
             bucket: its number.
             level: of the sessions that take part.
             by_row: sessions by row of the pool.
-            least_value: nodes of a lower value are left out, of a round without graphs.
+            least_value: nodes of a lower value are left out.
 
         Returns:
             The bucket that it runs in: a wide one for processors.
         """
-        if not self._captures:
-            self._selection.least_value[0] = least_value
+        self._leave_out(least_value)
         if level is Level.PLAIN:
             self._launch_plain(bucket)
             return bucket
@@ -262,7 +263,7 @@ class RoundProgram:
         if graphs is None:
             logits = self._forward(bucket)
         else:
-            logits = graphs.logits
+            logits = self._wide_logits[: self.buckets[bucket].rows]
             with self._lead(bucket, graph=2 * bucket + 1):
                 graphs.forward.replay()
         if level is Level.HOSTED:
@@ -274,6 +275,12 @@ class RoundProgram:
         else:
             graphs.end.replay()
         return bucket
+
+    def _leave_out(self, least_value: float) -> None:
+        """Have the rounds launched from now on leave out nodes of a lower value."""
+        if least_value != self._least_value:
+            self._least_value = least_value
+            self._selection.least_value.fill_(least_value)
 
     def wait(self) -> None:
         """Let the device get on with a round that the host waits for.
@@ -454,11 +461,12 @@ class RoundProgram:
             second, _ = capture(lambda: self._end(bucket, Level.PLAIN, logits))
             self._plain[bucket] = first, second
             if self._wide_bucket(bucket) == bucket:
+                wide_logits = self._wide_logits[: self.buckets[bucket].rows]
                 packing, _ = capture(lambda: self._pack(bucket))
                 with self._lead(bucket, graph=2 * bucket + 1):
-                    forward, logits = capture(lambda: self._forward(bucket))
-                end, _ = capture(lambda: self._end(bucket, Level.PROCESSED, logits))
-                self._wide[bucket] = _WideGraphs(packing, forward, logits, end)
+                    forward, _ = capture(lambda: wide_logits.copy_(self._forward(bucket)))
+                end, _ = capture(lambda: self._end(bucket, Level.PROCESSED, wide_logits))
+                self._wide[bucket] = _WideGraphs(packing, forward, end)
             self._is_capturing = False
             began = time.perf_counter_ns()
             for _ in range(_TIMED):

@@ -175,6 +175,12 @@ class Session:
         self.reached = max(self.reached, self.cached)
         self.is_waiting, self.waits_since_ns = self.is_sync, None
 
+    def takes_growth(self, epoch: int, as_of: int) -> bool:
+        """Return True if growth for so many tokens, under an epoch, may be verified: in sync mode for all it has."""
+        if epoch != self.epoch or self.mode is SpeculationMode.OFF:
+            return False
+        return as_of == self.length or not self.is_sync
+
     def add_distributions(self, node_ids: Iterable[int], distributions: Sequence[DraftDistribution | None]) -> None:
         """Keep the q that nodes were drawn from; the oldest ones are forgotten."""
         known = self.distributions

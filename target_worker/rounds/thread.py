@@ -14,7 +14,6 @@ from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     CloseCommand,
     Command,
-    GrowCommand,
     HoldCommand,
     LeaveCommand,
     Load,
@@ -24,6 +23,7 @@ from outrider.target_worker.rounds.commands import (
     RefuseCommand,
     RoundOwner,
 )
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.notes import RoundNotes
 from outrider.target_worker.rounds.session import SessionResult
@@ -227,12 +227,8 @@ class RoundThread:
         """Apply the commands that wait; some of them while a device works."""
         for _ in range(min(len(self._waiting), _AT_ONCE) if loop.is_busy else len(self._waiting)):
             match command := self._waiting.popleft():
-                case GrowCommand():
-                    loop.grow(
-                        command.key, command.epoch, command.place, command.as_of, command.node_ids, command.parents,
-                        command.tokens, command.acceptances, drafter=command.drafters,
-                        distributions=command.distributions, is_complete=command.is_complete,
-                    )  # fmt: skip
+                case Growth():
+                    loop.grow(command)
                 case BoundsCommand(key, epoch, allow, is_alone):
                     loop.limit(key, epoch, allow)
                     loop.separate(key, epoch, is_alone=is_alone)

@@ -457,7 +457,7 @@ class FakeDraft:
         return nodes
 
     def _send_again(self, session_id: int) -> Iterator[list[Growth]]:
-        """The live trees, as they are when they leave; the first message says so."""
+        """The live trees, as they are when they leave."""
         session, found = self.sessions[session_id], list[Growth]()
         yield found
         for source in session.sources:
@@ -467,7 +467,7 @@ class FakeDraft:
                 if (below := node.below(session.tokens))
             }
             rows = [(own, above if above in live else 0, node) for own, (above, node) in live.items()]
-            found.append(self._growth(session_id, session.epoch, source, len(session.tokens), rows, is_first=not found))
+            found.append(self._growth(session_id, session.epoch, source, len(session.tokens), rows, again=True))
         yield found
 
     def _growth(
@@ -478,9 +478,8 @@ class FakeDraft:
         as_of: int,
         nodes: Sequence[tuple[int, int, Node]],
         *,
-        is_first: bool | None = None,
+        again: bool = False,
     ) -> Growth:
-        """Growth; with `is_first` a tree that is sent again, perhaps the first of several."""
         return Growth(
             session_id=session_id,
             epoch=epoch,
@@ -489,7 +488,7 @@ class FakeDraft:
             parents=[above for _, above, _ in nodes],
             tokens=[node.path[-1] for _, _, node in nodes],
             acceptance=[node.acceptance for _, _, node in nodes],
-            complete=is_first is None,
-            again=bool(is_first),
+            complete=not again,
+            again=again,
             source=source,
         )

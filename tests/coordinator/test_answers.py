@@ -7,7 +7,7 @@ from outrider.coordinator.workers.answers import check_report, check_results, us
 from outrider.coordinator.workers.growth import growth_batch
 from outrider.growth_source import GrowthSource
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
-from outrider.wire import floats_to_bytes
+from outrider.wire import MOST_NODES, floats_to_bytes
 
 
 def results(**changes) -> target_pb2.RoundResults:
@@ -126,12 +126,21 @@ def test_what_a_draft_says_is_taken():
         {"parents": [0, 1 << 31]},
         {"as_of": [1 << 31, 5]},
         {"as_of": [0, 5]},
-        {"node_counts": [513, 0]},
     ],
 )
 def test_growth_that_no_target_would_take_is_refused(changes):
     with pytest.raises(ValueError, match=r"needed|different lengths|beyond|no numbers|without a token"):
         growth_batch(growth(**changes), 100)
+
+
+def test_a_message_has_no_more_nodes_of_a_session_than_a_pool_holds():
+    def nodes(count: int) -> draft_pb2.DraftGrowth:
+        columns = {"node_ids": range(1, count + 1), "parents": range(count), "tokens": [5] * count}
+        return growth(**columns, node_counts=[count, 0], acceptance=floats_to_bytes([0.5] * count))
+
+    assert len(growth_batch(nodes(MOST_NODES), 100).node_ids) == MOST_NODES
+    with pytest.raises(ValueError, match="257 nodes of a session in one message, at most 256 needed"):
+        growth_batch(nodes(MOST_NODES + 1), 100)
 
 
 def test_a_long_step_and_a_large_one_are_taken():

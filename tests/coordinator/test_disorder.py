@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SpeculationMode
+from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SessionFault, SpeculationMode
 from outrider.coordinator.sessions.poison import DOUBT_S
 from outrider.errors import PoisonRequest, WorkerUnavailable
 from outrider.growth_source import ALL_SOURCES, GrowthSource
@@ -62,7 +62,8 @@ class Disorder:
         elif what == 5:
             for session_id, session in list(self.drafts[draft].sessions.items())[:1]:
                 del self.drafts[draft].sessions[session_id]
-                scheduler.take_draft_error(draft, session_id, session.epoch, "no")
+                fault = SessionFault(kind=self.chance.choice([FaultKind.NO_ROOM, FaultKind.REFUSED]), message="no")
+                scheduler.take_draft_fault(draft, session_id, session.epoch, fault)
         elif what == 6 and len(scheduler.drafts) < 4:
             self.add_draft()
         if what == 7 or not scheduler.has_target:

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from outrider.coordinator.sessions.messages import (
+    FaultKind,
     GenerationRequest,
     Growth,
     GrowthBatch,
+    SessionFault,
     SessionOpening,
     SpeculationMode,
 )
@@ -20,6 +22,7 @@ from outrider.v1 import registry_pb2, target_pb2
 
 MODEL, NGRAM, EAGLE = GrowthSource
 LONG = SamplingSpec(max_new_tokens=100_000)
+REFUSED = SessionFault(kind=FaultKind.REFUSED, message="no")
 REJECTION = SamplingSpec(temperature=1.0, max_new_tokens=100_000, verification=VerificationRule.REJECTION)
 
 
@@ -106,7 +109,7 @@ async def test_who_wants_no_draft_or_was_refused_keeps_nobody_from_one(make_benc
     requests = [make_request(1, mode=SpeculationMode.OFF), *(make_request(number) for number in (2, 3, 4, 5))]
     off, refused, second, *others = (bench.scheduler.submit(request, [TextStream(None)]) for request in requests)
     session = refused.sessions[0]
-    bench.scheduler.take_draft_error("first", session.session_id, session.draft_epochs["first"], "no")
+    bench.scheduler.take_draft_fault("first", session.session_id, session.draft_epochs["first"], REFUSED)
     second.cancel()
     assert [len(generation.sessions[0].draft_epochs) for generation in (off, refused, *others)] == [0, 0, 1, 1]
     for generation in (off, refused, *others):
@@ -411,6 +414,33 @@ async def test_a_draft_grows_by_no_more_sources_than_there_are_places(make_bench
     assert (bench.scheduler.totals.dropped_nodes, target.grown) == (1, [])
     bench.scheduler.take_growth("two", GrowthBatch.of([replace(growth, epoch=session.draft_epochs["two"])]))
     assert [list(growth.places) for growth in target.grown] == [[2]]
+    generation.cancel()
+
+
+async def test_where_the_model_refuses_a_session_its_ngrams_go_on_and_another_model_takes_the_place(make_bench):
+    bench = make_bench()
+    target = bench.add_target()
+    target.runs.clear()
+    both = bench.add_draft("both", delay_s=1000.0, sources=[MODEL, NGRAM])
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    (session,) = generation.sessions
+    bench.scheduler.take_draft_fault("both", session.session_id, session.draft_epochs["both"], REFUSED)
+    assert both.sessions[session.session_id].sources == [NGRAM]
+    assert session.places == [("both", NGRAM), None, None, None]
+    assert target.changes == [
+        (1, 0, target_pb2.PLACE_CHANGE_TAKEN),
+        (1, 1, target_pb2.PLACE_CHANGE_TAKEN),
+        (1, 0, target_pb2.PLACE_CHANGE_LEFT),
+        (1, 1, target_pb2.PLACE_CHANGE_LEFT),
+        (1, 0, target_pb2.PLACE_CHANGE_TAKEN),
+    ]
+    model = bench.add_draft("model", delay_s=1000.0, sources=[MODEL])
+    assert model.sessions[session.session_id].sources == [MODEL]
+    # It refuses whatever it is asked for: it is not asked for that again.
+    for name in ("model", "both"):
+        bench.scheduler.take_draft_fault(name, session.session_id, session.draft_epochs[name], REFUSED)
+    assert session.places == [None] * PLACES
+    assert held(both, model) == [1, 1]
     generation.cancel()
 
 

@@ -211,7 +211,7 @@ async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request)
     assert draft.asked_again == 2 * asked
 
 
-async def test_what_a_draft_says_of_its_trees_holds_for_all_its_places(bench, make_request):
+async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_request):
     target = bench.add_target()
     target.runs.clear()
     draft = bench.add_draft(delay_s=1000.0, sources=[1, 2])
@@ -233,7 +233,15 @@ async def test_what_a_draft_says_of_its_trees_holds_for_all_its_places(bench, ma
     # It has forgotten before it sends what it has now.
     anew = growth_of(session, [7], first=3, forgot=True, again=True, source=GrowthSource.NGRAM)
     bench.scheduler.take_growth("draft", GrowthBatch.of([anew]))
-    assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.0", "RESENT 1.1", "grow 1.1 1"]
+    assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.1", "grow 1.1 1"]
+    # The other one is still on its way.
+    other = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=0b01)
+    bench.scheduler.take_results("target", RoundResults(outcomes=[other]))
+    assert len(draft.asked_again) == 1
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [7, 8], again=True)]))
+    assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
+    # Nothing of it has been grown anew.
+    assert counted == {own.source: own.drafted for own in bench.scheduler.source_counts()}
     bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
     assert len(draft.asked_again) == 2
 
@@ -341,10 +349,14 @@ async def test_a_client_that_does_not_read_holds_its_session_and_no_other(make_b
     assert target.bounds == [(1, 0, False)]
     rounds = sum(1 in done for done in target.rounds)
     assert 4 <= rounds <= 6
-    # It goes on as soon as there is room for its events again, and is held as often as it has to.
-    request = make_request(1)
-    assert await _tokens(held) == expect_output(request.prompt_token_ids, request.sampling)
-    assert (1, (1 << 31) - 1, False) in target.bounds
+    # It goes on once half of its room is free again, and is held as often as it has to.
+    request, events = make_request(1), aiter(held)
+    tokens = list((await anext(events)).token_ids)
+    assert target.bounds == [(1, 0, False)]
+    for _ in range(rounds - 2):
+        tokens += (await anext(events)).token_ids
+    assert target.bounds == [(1, 0, False), (1, (1 << 31) - 1, False)]
+    assert tokens + await _tokens(held) == expect_output(request.prompt_token_ids, request.sampling)
 
 
 async def test_a_session_that_is_held_rests_at_the_next_target_too(make_bench, make_request):

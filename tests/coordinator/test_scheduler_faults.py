@@ -9,6 +9,7 @@ from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResu
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import InternalError, InvalidRequest, Overloaded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
+from outrider.v1 import common_pb2
 
 
 async def test_a_draft_lost_in_the_middle_changes_nothing(bench, expect_output, until, make_request):
@@ -203,7 +204,8 @@ async def test_a_draft_that_gives_a_session_up_hands_it_to_another(bench, until,
     generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in range(2)]
     await until(lambda: first.sessions)
     ((session_id, session),) = first.sessions.items()
-    bench.scheduler.take_draft_error("first", session_id, session.epoch, "no room")
+    fault = SessionFault(kind=FaultKind.REFUSED, message="unknown token")
+    bench.scheduler.take_draft_fault("first", session_id, session.epoch, fault)
     await until(lambda: session_id in second.sessions)
     for generation in generations:
         generation.cancel()
@@ -218,13 +220,36 @@ async def test_a_session_that_every_draft_gives_up_goes_on_without(bench, expect
         def refuse(opening, *, name=name) -> None:
             opened.append(name)
             loop = asyncio.get_running_loop()
-            error = (name, opening.session_id, opening.epoch, "unknown token")
-            loop.call_soon(bench.scheduler.take_draft_error, *error)
+            fault = SessionFault(kind=FaultKind.REFUSED, message="unknown token")
+            loop.call_soon(bench.scheduler.take_draft_fault, name, opening.session_id, opening.epoch, fault)
 
         draft.open_session = refuse
     outputs, _ = await bench.generate(make_request())
     assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
     assert sorted(opened) == ["first", "second"]
+
+
+async def test_a_draft_without_room_gets_a_session_once_it_has_places_again(bench, make_request):
+    bench.add_target().runs.clear()
+    draft = bench.add_draft(delay_s=1000.0)
+    first, second = (bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2))
+    ((session,), full) = second.sessions, SessionFault(kind=FaultKind.NO_ROOM, message="full")
+    load = common_pb2.WorkerLoad(coordinators=2, sessions=8)
+    for _ in range(2):
+        bench.scheduler.take_draft_fault("draft", session.session_id, session.draft_epochs["draft"], full)
+        # There is no room for others either, nor for this one while the worker is as full as it was.
+        third = bench.scheduler.submit(make_request(3), [TextStream(None)])
+        assert not third.sessions[0].draft_epochs
+        third.cancel()
+        assert not session.draft_epochs
+        bench.scheduler.note_load("draft", load)
+        assert set(session.draft_epochs) == {"draft"}
+    bench.scheduler.take_draft_fault("draft", session.session_id, session.draft_epochs["draft"], full)
+    # A place of its own coordinator is free again.
+    first.cancel()
+    assert set(session.draft_epochs) == {"draft"}
+    second.cancel()
+    assert draft.sessions.keys() <= {first.sessions[0].session_id, session.session_id}
 
 
 async def test_a_session_without_a_draft_gets_the_next_free_place(bench, until, make_request):

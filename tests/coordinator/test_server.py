@@ -430,6 +430,19 @@ async def test_a_worker_whose_address_does_not_answer_is_let_go(model_folder):
         await server.stop()
 
 
+async def test_who_registers_and_says_nothing_is_let_go(model_folder):
+    server = CoordinatorServer(CoordinatorConfig(port=0, model_path=model_folder, connect_timeout_s=0.1))
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel, asyncio.timeout(30):
+            call = registry_pb2_grpc.RegistryServiceStub(channel).Register()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"did not introduce itself within 0\.1 s") as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop()
+
+
 async def test_without_workers_it_says_so_and_is_healthy(coordinator):
     with pytest.raises(grpc.aio.AioRpcError, match="no target worker") as caught:
         await generate(coordinator)

@@ -43,10 +43,12 @@ def test_a_refused_place_is_not_used_before_the_worker_is_heard_again():
     assert shared.hear(common_pb2.WorkerLoad(coordinators=1, sessions=8), 8) is False
     shared.hear(common_pb2.WorkerLoad(coordinators=2, sessions=3), 3)
     assert (shared.limits.max_sessions, shared.limits.max_tree_nodes) == (7, 3)
-    assert shared.note_refusal(6) is True
+    assert shared.note_refusal(5) is True
     assert shared.limits.max_sessions == 5
     assert shared.hear(common_pb2.WorkerLoad(coordinators=2, sessions=6), 5)
     assert shared.note_refusal(3) is False
+    assert shared.limits.max_sessions == 3
+    assert shared.note_refusal(4) is True
     assert shared.limits.max_sessions == 3
     assert limits.max_sessions == PLACES
 

@@ -12,6 +12,7 @@ from outrider.coordinator.sessions.messages import (
     FaultKind,
     Outcome,
     RoundResults,
+    SessionFault,
     SessionOpening,
     SpeculationMode,
     TreeEnd,
@@ -309,7 +310,7 @@ class BusyLink(DraftLink):
 
 async def test_a_session_that_takes_anothers_room_is_opened_after_it_is_closed():
     """Within a message a draft opens before it closes."""
-    ignored = dict.fromkeys(("on_growth", "on_error", "on_lost"), lambda *_: None)
+    ignored = dict.fromkeys(("on_growth", "on_fault", "on_lost"), lambda *_: None)
     link = BusyLink("127.0.0.1:1", incarnation=1, vocab_size=9, **ignored)
     await settle()
     link.close_session(1, 1)
@@ -323,12 +324,45 @@ async def test_a_session_that_takes_anothers_room_is_opened_after_it_is_closed()
     await link.close()
 
 
+class FullDraft(draft_pb2_grpc.DraftServiceServicer):
+    """Has no room for a session, and refuses another."""
+
+    async def Speculate(self, request_iterator, context):  # noqa: N802 - the name is the protocol's
+        codes = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+        errors = [
+            common_pb2.SessionError(session_id=number, epoch=3, code=code.value[0], message="why")
+            for number, code in enumerate(codes, start=1)
+        ]
+        await context.write(draft_pb2.DraftGrowth(errors=errors))
+        await asyncio.Event().wait()
+
+
+async def test_a_drafts_error_says_what_it_calls_for(until):
+    server, faults = grpc.aio.server(), list[tuple[int, int, SessionFault]]()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(FullDraft(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = DraftLink(
+        f"127.0.0.1:{port}", incarnation=1, vocab_size=9, on_growth=lambda _: None, on_lost=lambda _: None,
+        on_fault=lambda *fault: faults.append(fault),
+    )  # fmt: skip
+    try:
+        await until(lambda: faults)
+        assert faults == [
+            (1, 3, SessionFault(kind=FaultKind.NO_ROOM, message="why")),
+            (2, 3, SessionFault(kind=FaultKind.REFUSED, message="why")),
+        ]
+    finally:
+        await link.close()
+        await server.stop(None)
+
+
 async def test_a_draft_cannot_be_far_ahead_of_a_coordinator_that_does_not_read():
     draft, server = EagerDraft(), grpc.aio.server()
     draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    ignored = dict.fromkeys(("on_growth", "on_error", "on_lost"), lambda *_: None)
+    ignored = dict.fromkeys(("on_growth", "on_fault", "on_lost"), lambda *_: None)
     link = BusyLink(f"127.0.0.1:{port}", incarnation=1, vocab_size=9, **ignored)
     try:
         written, unchanged = 0, 0

@@ -35,6 +35,8 @@ def test_a_gpu_grows_wider_steps():
         ("max_num_seqs", 0),
         ("max_step_nodes", 0),
         ("max_session_nodes", 0),
+        ("max_live_nodes", 0),
+        ("max_live_nodes", 257),
         ("branching", 0),
         ("min_path_value", 1.0),
     ],

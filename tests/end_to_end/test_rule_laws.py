@@ -30,6 +30,7 @@ from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.buckets import round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.sessions import OpenRequest
@@ -45,6 +46,8 @@ class TableModel:
     """A model whose logits are a table, by position and token."""
 
     ranks = SimpleNamespace(guard=contextlib.nullcontext, world_size=1)
+
+    dtype = torch.float32
 
     def __init__(self, seed: int, sharpness: float) -> None:
         chance = np.random.default_rng(seed)
@@ -215,10 +218,10 @@ class Bench:
                 if session is None or (session.draft, session.draft_epoch) != (number, grown.epoch):
                     continue
                 sent = self.relay(grown)
-                self.target.grow(
+                self.target.grow(Growth.of_session(
                     (0, session.number), session.target_epoch, 0, sent.as_of, sent.node_ids, sent.parents, sent.tokens,
                     sent.acceptance, distributions=sent.distributions,
-                )  # fmt: skip
+                ))  # fmt: skip
 
     def _tell_drafts(self, running: list[Session]) -> None:
         for session in running:

@@ -27,7 +27,7 @@ from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, Key, SessionStart
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
-from outrider.errors import OutOfSlots
+from outrider.errors import FieldViolation, InvalidRequest, OutOfSlots
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
 from outrider.growth_source import GrowthSource
@@ -174,7 +174,8 @@ class ModelDrafter:
         """Open a session, of a key that none is open under; `Drafters` has checked what it begins with.
 
         Raises:
-            OutOfSlots: there is no room for it, now or ever.
+            InvalidRequest: it is longer than can ever have KV here.
+            OutOfSlots: there is no room for it now.
         """
         assert start.key not in self._sessions
         length = len(start.prompt) + len(start.output)
@@ -201,12 +202,11 @@ class ModelDrafter:
         """Commit tokens that continue an open session, one at least; return whether its tree is dropped.
 
         Raises:
-            OutOfSlots: it has become longer than can ever have KV here; it is closed, for it would stay silent.
+            InvalidRequest: it has become longer than can ever have KV here.
         """
         session = self._sessions[key]
         session.tokens += tokens
         if len(session.tokens) > self.num_slots:
-            self.close(key)
             raise self._too_long(len(session.tokens))
         if self._count_committed(session, len(tokens)) > MAX_STEP_COMMITS:
             # More than a step takes at once: its tree is dead in any case.
@@ -594,5 +594,5 @@ class ModelDrafter:
         records.close(session.row, session.generation)
         self._put(records)
 
-    def _too_long(self, length: int) -> OutOfSlots:
-        return OutOfSlots(f"{length} tokens given, {self.num_slots} fit the draft's KV cache")
+    def _too_long(self, length: int) -> InvalidRequest:
+        return InvalidRequest([FieldViolation("tokens", f"{length} given, {self.num_slots} fit the draft's KV cache")])

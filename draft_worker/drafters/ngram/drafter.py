@@ -35,8 +35,8 @@ from outrider.kernels.pool.graft import graft_reference
 from outrider.kernels.pool.re_root import re_root_reference
 from outrider.kernels.pool.records import WORDS, Records, Verdict
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.wire import MOST_NODES
 
-_CAPACITY = 256
 # Times that a match is followed by one of the text with the likeliest leaf, so that the next commit finds a tree that
 # goes on.
 _LOOKS_AHEAD = 2
@@ -57,7 +57,7 @@ class NgramDrafterConfig:
     vocab_size: int
     max_model_len: int
     max_sessions: int = 64
-    max_live_nodes: int = _CAPACITY
+    max_live_nodes: int = MOST_NODES
     min_value: float = 0.01
 
 
@@ -98,12 +98,12 @@ class NgramDrafter:
         self._due: dict[Key, _Session] = {}
         rows = config.max_sessions
         # All growth continues the root or an entry, so nothing else of the trail is needed.
-        self._pool = Pool.allocate(sessions=rows, max_len=config.max_model_len, capacity=_CAPACITY, places=1, trail=1)
+        self._pool = Pool.allocate(sessions=rows, max_len=config.max_model_len, capacity=MOST_NODES, places=1, trail=1)
         self._columns = PoolArrays(*self._pool.arrays)
         self._free_rows = list(range(rows))[::-1]
         # Of each row: the id of its next node, its rule's number, and the calibration's buckets of its entries.
         self._next_ids, self._rules = np.ones(rows, np.int32), np.zeros(rows, np.int64)
-        self._buckets = np.zeros((rows, _CAPACITY), np.int64)
+        self._buckets = np.zeros((rows, MOST_NODES), np.int64)
         # `graft` collects commits of records; there are none.
         self._commits = torch.zeros(rows, 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
 
@@ -157,10 +157,6 @@ class NgramDrafter:
             complete=key in self.leading or (start.is_sync and session.speaks and key not in self._due),
         )  # fmt: skip
         return [growth]
-
-    def speak(self, key: Key) -> None:
-        """Report matches without new nodes from now on: nobody else answers the session's commits any more."""
-        self._sessions[key].speaks = True
 
     def close(self, key: Key) -> None:
         """Close the session if it is open."""
@@ -286,8 +282,8 @@ class NgramDrafter:
         # Below stop tokens beyond the pool's bound, nodes are proposed in vain.
         stops = [token for token in start.stop_ids if token < self.config.vocab_size][:MAX_STOPS]
         columns.stops[row, : len(stops)], columns.stops[row, len(stops) :] = stops, -1
-        columns.max_nodes[row] = min(start.limits.max_live_nodes, self.config.max_live_nodes, _CAPACITY)
-        columns.max_depth[row] = min(start.limits.max_depth, _CAPACITY)
+        columns.max_nodes[row] = min(start.limits.max_live_nodes, self.config.max_live_nodes, MOST_NODES)
+        columns.max_depth[row] = min(start.limits.max_depth, MOST_NODES)
         self._rules[row], self._next_ids[row] = rule_number(start.sampling), 1
         end, records = start.end(self.config.max_model_len), Records()
         records.open(row, self._generation(row) + 1, length=len(tokens), cached=0, end=end, allow=end)

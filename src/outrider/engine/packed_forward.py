@@ -75,6 +75,7 @@ class PackedForward:
 
     Attributes:
         ranks: as given.
+        dtype: of the logits.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class PackedForward:
         fixed: bool = False,
     ) -> None:
         self._model, self._caches, self._attend, self.ranks = model, caches, attend, ranks
+        self.dtype = model.weights.embedding.dtype if isinstance(model, Decoder) else torch.float32
         split_keys = max(_FIXED_SPLIT_KEYS, -(-row_len // _MOST_FIXED_SPLITS))
         self._split_keys = split_keys if fixed else None
         # Of a rank that follows: no graph's memory is read once the next one runs, so all share it.

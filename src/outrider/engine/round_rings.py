@@ -171,9 +171,9 @@ class Inbox:
                 if kind in _URGENT:
                     self._put_urgent(session, kind, part)
                 else:
-                    session.queue.append(part)
-                    if session not in self._queued:
+                    if not session.queue:
                         self._queued.append(session)
+                    session.queue.append(part)
             self._move_queued()
             self._changed.notify_all()
         return True
@@ -190,8 +190,9 @@ class Inbox:
                 self._write(records)
                 self._changed.notify_all()
                 return
-        for record in records:
-            self.put(record[None])
+        begins = np.flatnonzero((records[1:, 1:3] != records[:-1, 1:3]).any(1)) + 1
+        for part in np.split(records, begins):
+            self.put(part)
 
     def reported(self, tail: int) -> list[Release]:
         """Learn how far the device has read: gives places of the ring and rows free, and returns what is released."""

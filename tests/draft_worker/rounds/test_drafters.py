@@ -185,32 +185,18 @@ def test_what_one_drafter_refuses_is_open_nowhere(make: Make):
         drafters.open(session_start(1))
 
 
-def test_what_is_too_long_for_the_models_kv_goes_on_by_ngrams(make: Make):
+def test_what_is_too_long_for_the_models_kv_is_refused_for_good(make: Make):
     drafters = make(num_slots=20, max_sessions=2)
-    drafters.open(session_start(1, prompt=[7] * 21))
-    drafters.open(session_start(2, prompt=[7] * 10))
-    assert counts(drafters) == (2, 1, 2)
-    drive(drafters)
-    drafters.commit((7, 2), 1, 10, [2] * 11)
-    assert counts(drafters) == (2, 0, 2)
-    drafters.commit((7, 1), 1, 21, [3, 1, 4])
-    drafters.commit((7, 2), 1, 21, [22])
-    records = drive(drafters)
-    assert {source for source, _ in records} == {NGRAM}
-    found = {own.session_id: own for _, own in records}
-    assert found[1].tokens[:2] == [1, 5]
-    # Nobody else answers: it is said that there is nothing.
-    assert (found[2].as_of, found[2].tokens) == (22, [])
-    with pytest.raises(CommitMismatch):
-        drafters.commit((7, 2), 1, 30, [1])
-    drafters.close(KEY, 1)
-    assert counts(drafters) == (0, 0, 0)
-    alone = Drafters(drafters.model, None)
-    for prompt in ([7] * 21, [1, 2, 3]):
-        with pytest.raises(OutOfSlots):
-            alone.open(session_start(prompt=prompt))
-            alone.commit(KEY, 1, 3, [1] * 20)
-    assert alone.num_sessions == 0
+    for sources in ({MODEL}, {MODEL, NGRAM}):
+        with pytest.raises(InvalidRequest, match="21 given, 20 fit"):
+            drafters.open(session_start(prompt=[7] * 21, sources=sources))
+        drafters.open(session_start(prompt=[7] * 10, sources=sources))
+        with pytest.raises(InvalidRequest, match="21 given, 20 fit"):
+            drafters.commit(KEY, 1, 10, [2] * 11)
+        assert counts(drafters) == (0, 0, 0)
+    # By n-grams alone it is taken.
+    drafters.open(session_start(prompt=[7] * 21, sources={NGRAM}))
+    assert counts(drafters) == (1, 0, 1)
 
 
 def test_epochs_hold_over_all_drafters(make: Make):

@@ -48,9 +48,11 @@ def drive(drafters: Drafters, most: int = 300) -> list[Own]:
 
 
 def again_of(found: list[Own]) -> list[Own]:
-    """From the message on with which a tree is sent again."""
+    """From the message on with which trees are sent again, one a source."""
     first = next(place for place, (_, own) in enumerate(found) if own.again)
-    assert not any(own.again for _, own in found[first + 1 :])
+    sources = [source for source, own in found if own.again]
+    assert [source for source, _ in found[first : first + len(sources)]] == sources
+    assert len(set(sources)) == len(sources)
     return found[first:]
 
 
@@ -69,7 +71,8 @@ def test_what_is_sent_again_is_the_live_tree(make: Callable[..., Drafters], work
     assert expected
     drafters.resend(KEY, 1)
     found = again_of(drive(drafters))
-    trees = found[: len(worker.split("+"))]
+    trees = [(source, own) for source, own in found if own.again]
+    assert len(trees) == len(worker.split("+"))
     assert {own.as_of for _, own in found} == {len(PROMPT) + 1}
     fresh = Replica([*PROMPT, *committed])
     for source, own in trees:
@@ -99,7 +102,7 @@ def test_a_replica_that_begins_with_it_equals_one_that_got_everything(
         nonlocal fresh
         for source, own in found:
             assert not own.forgot
-            if own.again:
+            if own.again and source is (MODEL if "model" in worker else NGRAM):
                 fresh = Replica(tokens)
             for replica in (full, fresh):
                 if replica is not None:
@@ -140,10 +143,11 @@ def test_several_requests_are_answered_one_by_one_and_nothing_is_lost(make: Call
         drafters.resend(KEY, 1)
     drafters.resend((7, 2), 1)
     found = drive(drafters)
-    assert sum(own.again for _, own in found if own.session_id == 1) == 3
-    assert sum(own.again for _, own in found if own.session_id == 2) == 1
+    sources = len(worker.split("+"))
+    assert sum(own.again for _, own in found if own.session_id == 1) == 3 * sources
+    assert sum(own.again for _, own in found if own.session_id == 2) == sources
     answers = {(source, own.session_id, tuple(own.node_ids)) for source, own in found}
-    assert len(answers) == 2 * len(worker.split("+"))
+    assert len(answers) == 2 * sources
     assert drive(drafters) == []
 
 
@@ -231,26 +235,6 @@ def test_a_row_that_begins_anew_has_forgotten_and_uses_no_id_twice(make: Callabl
             fresh.take(source, own)
         assert fresh.tree == full.tree
         assert fresh.tree_of(MODEL)
-
-
-def test_when_the_model_can_go_on_no_more_ngrams_send_their_tree_under_the_same_ids(make: Callable[..., Drafters]):
-    drafters, tokens = make("model+ngram", num_slots=20), [7] * 15 + [3, 1, 4]
-    drafters.open(session_start(prompt=tokens))
-    full = Replica(tokens)
-    for source, own in drive(drafters):
-        full.take(source, own)
-    # Along the song, whose next tokens live on.
-    drafters.commit(KEY, 1, 18, [1, 5, 9])
-    full.commit([1, 5, 9])
-    expected = full.tree_of(NGRAM)
-    assert (2, 6) in expected
-    found = drive(drafters)
-    assert {source for source, _ in found} == {NGRAM}
-    assert [own.forgot for _, own in found] == [True] + [False] * (len(found) - 1)
-    for source, own in found:
-        full.take(source, own)
-    assert full.tree_of(NGRAM).items() >= expected.items()
-    assert not full.tree_of(MODEL)
 
 
 def test_no_id_is_used_twice_where_a_session_was_computed_twice_before():

@@ -14,6 +14,7 @@ from outrider.target_worker.rounds.session import Level, Session
 class _Queued:
     bucket: int
     level: Level
+    least_value: float
     is_packed: bool = False
 
 
@@ -36,7 +37,7 @@ class AheadProgram(RoundProgram):
         if level is Level.HOSTED or not self.runs_ahead:
             assert not self._queued, "the host has a part in a round, and others are under way"
             return super().launch(bucket, level, by_row, least_value=least_value)
-        self._queued.append(_Queued(bucket, level))
+        self._queued.append(_Queued(bucket, level, least_value))
         self.most_queued = max(self.most_queued, len(self._queued))
         return bucket
 
@@ -48,6 +49,7 @@ class AheadProgram(RoundProgram):
         while self._queued and self.chance.random() < 0.6:
             first = self._queued[0]
             if not first.is_packed:
+                self._leave_out(first.least_value)
                 self._pack(first.bucket)
                 first.is_packed = True
                 continue

@@ -14,6 +14,7 @@ from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.buckets import Bucket, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.session import SessionResult
@@ -215,10 +216,10 @@ class Driver:
         tokens, parents = tree
         ids = [0, *(next(self._node_ids) for _ in tokens)]
         if tokens:
-            self.loop.grow(
+            self.loop.grow(Growth.of_session(
                 (7, number), epoch, place, as_of, ids[1:], [ids[parent] for parent in parents], tokens,
                 [0.9] * len(tokens), distributions=q,
-            )  # fmt: skip
+            ))  # fmt: skip
 
     def turn(self) -> list[SessionResult]:
         """Let one turn pass, and hand out its results; on a GPU, one more round has been read by then."""

@@ -17,6 +17,7 @@ from tests.target_worker.rounds.driving import (
 )
 
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions import WITHOUT_LIMIT, Code
 
@@ -86,7 +87,7 @@ def test_chunks_that_come_late_are_computed_once(seed, checkpoint, reference_mod
             driver.turn()
         # More records than the ring takes at once: growth from long ago, which the pool drops.
         ids = list(range(10**6, 10**6 + count))
-        driver.loop.grow((7, 2), 1, 0, 1, ids, [999_999] * count, [1] * count, [0.5] * count)
+        driver.loop.grow(Growth.of_session((7, 2), 1, 0, 1, ids, [999_999] * count, [1] * count, [0.5] * count))
     driver.run()
     assert decoded.tokens == plain
 

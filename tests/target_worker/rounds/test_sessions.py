@@ -25,6 +25,7 @@ from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions import WITHOUT_LIMIT, Code, SessionFault
 
@@ -142,7 +143,7 @@ def test_growth_of_no_nodes_changes_nothing(loop, reference_model):
     driver = Driver(loop)
     decoded = driver.open(1, spec, [], no_tree)
     while not decoded.is_over:
-        loop.grow((7, 1), 1, 0, len(PROMPT) + len(decoded.tokens), [], [], [], [])
+        loop.grow(Growth.of_session((7, 1), 1, 0, len(PROMPT) + len(decoded.tokens), [], [], [], []))
         driver.turn()
     assert decoded.tokens == plain_decode(reference_model, PROMPT, spec).tokens
 
@@ -331,7 +332,7 @@ def test_a_chunk_that_comes_late_is_computed_once(delayed, loop, reference_model
     # Growth from long ago, which the pool drops.
     count = 4200
     ids = list(range(10**6, 10**6 + count))
-    loop.grow((7, 2), 1, 0, 1, ids, [999_999] * count, [1] * count, [0.5] * count)
+    loop.grow(Growth.of_session((7, 2), 1, 0, 1, ids, [999_999] * count, [1] * count, [0.5] * count))
     driver.run()
     assert decoded.tokens == plain
 

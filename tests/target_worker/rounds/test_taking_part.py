@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.rounds import driving
 from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import (
     PROMPT,
@@ -21,6 +23,7 @@ from tests.target_worker.rounds.driving import (
 
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
@@ -30,11 +33,15 @@ from outrider.target_worker.sessions import WITHOUT_LIMIT, SpeculationMode
 FOR_EVER_MS = 10**9
 
 
-@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
-def loop(request, checkpoint) -> RoundLoop:
-    """Rounds whose device runs one at a time, or ahead of what has been read."""
+@pytest.fixture(params=["one by one", "ahead", pytest.param("cuda", marks=pytest.mark.gpu)])
+def loop(request, monkeypatch, checkpoint) -> RoundLoop:
+    """Rounds whose device runs one at a time, or ahead of what has been read, as a GPU does."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        monkeypatch.setattr(driving, "DEVICE", "cuda")
     runner, sizes = make_runner(checkpoint), {"chunk": 3}
-    if not request.param:
+    if request.param != "ahead":
         return loop_of(runner, **sizes)
     config = config_of(runner)
     program = AheadProgram.of_runner(runner, config)
@@ -89,7 +96,9 @@ class Trees:
         # Less than a node has to be worth in other modes.
         acceptances = [0.001] * len(tokens)
         self._loop.grow(
-            (7, number), 1, 0, as_of, ids[1:], [ids[parent] for parent in parents], tokens, acceptances, **options
+            Growth.of_session(
+                (7, number), 1, 0, as_of, ids[1:], [ids[parent] for parent in parents], tokens, acceptances, **options
+            )
         )
 
 

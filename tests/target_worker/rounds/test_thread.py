@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
@@ -18,12 +17,12 @@ from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     CloseCommand,
-    GrowCommand,
     HoldCommand,
     Load,
     OpenCommand,
     RoundCost,
 )
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.session import SessionResult
@@ -132,11 +131,7 @@ def test_results_come_to_their_owners_one_round_at_a_time(served, reference_mode
 def test_growth_is_verified_and_says_who_had_proposed_it(served, reference_model):
     plain, owner = plain_decode(reference_model, PROMPT, SPEC).tokens, Owner()
     key = (7, 1)
-    grown = GrowCommand(
-        key=key, epoch=1, place=0, as_of=len(PROMPT), node_ids=np.arange(1, 6), parents=np.arange(5),
-        tokens=np.array(plain[:5]), acceptances=np.full(5, 0.9, np.float32), drafters=2, distributions=(),
-        is_complete=False,
-    )  # fmt: skip
+    grown = Growth.of_session(key, 1, 0, len(PROMPT), range(1, 6), range(5), plain[:5], [0.9] * 5, drafter=2)
     served.thread.submit([OpenCommand(owner, open_request(1, SPEC)), BoundsCommand(key, 1, 0, False)])
     served.thread.submit([grown, BoundsCommand(key, 1, 1000, False)])
     until(lambda: owner.has_ended(1))

@@ -12,6 +12,7 @@ from tests.target_worker.rounds.driving import PROMPT, loop_of, make_runner, ope
 from outrider.growth_source import GrowthSource
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.session import SessionResult
 
@@ -45,7 +46,7 @@ def chain(tokens: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
 @pytest.mark.parametrize(("bounds", "most"), [({"max_nodes": 3}, 3), ({"max_depth": 2}, 2), ({}, 9)])
 def test_a_round_verifies_no_more_of_a_tree_than_its_session_may(bounds, most, loop, plain):
     loop.open(replace(open_request(1, SPEC), **bounds))
-    loop.grow((7, 1), 1, 0, len(PROMPT), *chain(plain[:9]), [0.9] * 9)
+    loop.grow(Growth.of_session((7, 1), 1, 0, len(PROMPT), *chain(plain[:9]), [0.9] * 9))
     result = turn(loop)
     assert (result.selected, result.accepted) == (most, most)
     assert result.tokens == plain[: most + 1]
@@ -62,7 +63,7 @@ def test_bounded_trees_give_the_tokens_of_plain_decoding(loop, plain):
         ids = list(range(next_id, next_id + len(drafted)))
         next_id += len(drafted)
         above = [ids[parent - 1] if parent else 0 for parent in parents]
-        loop.grow((7, 1), 1, 0, len(PROMPT) + len(tokens), ids, above, drafted, [0.9] * len(ids))
+        loop.grow(Growth.of_session((7, 1), 1, 0, len(PROMPT) + len(tokens), ids, above, drafted, [0.9] * len(ids)))
         for result in loop.turn():
             assert result.selected <= 4
             assert result.accepted <= 2
@@ -73,8 +74,8 @@ def test_bounded_trees_give_the_tokens_of_plain_decoding(loop, plain):
 def test_nodes_are_counted_for_each_source_that_has_proposed_them(loop, plain):
     loop.open(open_request(1, SPEC))
     as_of = len(PROMPT)
-    loop.grow((7, 1), 1, 0, as_of, *chain(plain[:3]), [0.9] * 3, drafter=int(GrowthSource.MODEL))
-    loop.grow((7, 1), 1, 1, as_of, *chain(plain[:2]), [0.8] * 2, drafter=int(GrowthSource.NGRAM))
+    loop.grow(Growth.of_session((7, 1), 1, 0, as_of, *chain(plain[:3]), [0.9] * 3, drafter=int(GrowthSource.MODEL)))
+    loop.grow(Growth.of_session((7, 1), 1, 1, as_of, *chain(plain[:2]), [0.8] * 2, drafter=int(GrowthSource.NGRAM)))
     result = turn(loop)
     assert (result.selected, list(result.selected_by_kind)) == (3, [3, 2, 0])
     assert list(result.drafters) == [6, 6, 2]
@@ -97,5 +98,5 @@ def test_a_round_tells_where_it_has_left_the_tree(grown, end, loop, plain):
     """Two nodes are verified; a third one that hangs below them says whether growth was ahead."""
     loop.open(replace(open_request(1, SPEC), max_nodes=2))
     tokens = [(plain[place] + wrong) % 40 for place, wrong in enumerate(grown)]
-    loop.grow((7, 1), 1, 0, len(PROMPT), *chain(tokens), [0.9] * len(tokens))
+    loop.grow(Growth.of_session((7, 1), 1, 0, len(PROMPT), *chain(tokens), [0.9] * len(tokens)))
     assert turn(loop).tree_end is end

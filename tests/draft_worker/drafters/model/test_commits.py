@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror
 
-from outrider.errors import CommitMismatch, InvalidRequest, OutOfSlots
+from outrider.errors import CommitMismatch, InvalidRequest
 from outrider.sampling import SamplingSpec
 
 KEY = (7, 1)
@@ -152,7 +152,7 @@ def test_a_token_outside_the_vocabulary_ends_that_session_alone():
 def test_what_becomes_longer_than_all_slots_is_closed():
     bench = Bench(num_slots=100)
     bench.open(prompt=[1] * 60)
-    with pytest.raises(OutOfSlots, match="101 tokens"):
+    with pytest.raises(InvalidRequest, match="101 given, 100 fit"):
         bench.commit(1, [3] * 41)
     bench.mirrors.clear()
     bench.check_all_given_back()
