@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,14 @@ class TokenLogprobs:
             token_logprobs=self.token_logprobs[:count],
             top_token_ids=self.top_token_ids[:count],
             top_logprobs=self.top_logprobs[:count],
+        )
+
+    def followed_by(self, others: "TokenLogprobs") -> "TokenLogprobs":
+        """These and those of later tokens."""
+        return TokenLogprobs(
+            token_logprobs=[*self.token_logprobs, *others.token_logprobs],
+            top_token_ids=[*self.top_token_ids, *others.top_token_ids],
+            top_logprobs=[*self.top_logprobs, *others.top_logprobs],
         )
 
 
@@ -390,9 +398,9 @@ class GrowthBatch:
     complete: Sequence[bool]
     forgot: Sequence[bool]
     again: Sequence[bool]
-    node_ids: npt.NDArray[np.int64]
-    parents: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64]
+    node_ids: Sequence[int]
+    parents: Sequence[int]
+    tokens: Sequence[int]
     acceptance: npt.NDArray[np.float32]
     distributions: Sequence[DraftDistribution | None] = ()
     source: GrowthSource = GrowthSource.MODEL
@@ -402,8 +410,8 @@ class GrowthBatch:
         """Growth of several sessions, by one source, as one message."""
         (source,) = {growth.source for growth in growths}
 
-        def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray:
-            return np.array([value for growth in growths for value in getattr(growth, name)], dtype=dtype)
+        def column(name: str) -> list[Any]:
+            return [value for growth in growths for value in getattr(growth, name)]
 
         return cls(
             session_ids=[growth.session_id for growth in growths],
@@ -413,10 +421,10 @@ class GrowthBatch:
             complete=[growth.complete for growth in growths],
             forgot=[growth.forgot for growth in growths],
             again=[growth.again for growth in growths],
-            node_ids=column("node_ids", np.int64),
-            parents=column("parents", np.int64),
-            tokens=column("tokens", np.int64),
-            acceptance=column("acceptance", np.float32),
+            node_ids=column("node_ids"),
+            parents=column("parents"),
+            tokens=column("tokens"),
+            acceptance=np.array(column("acceptance"), np.float32),
             distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
             source=source,
         )
@@ -429,9 +437,9 @@ class GrowthBatch:
             session_id=self.session_ids[place],
             epoch=self.epochs[place],
             as_of=self.as_of[place],
-            node_ids=self.node_ids[nodes].tolist(),
-            parents=self.parents[nodes].tolist(),
-            tokens=self.tokens[nodes].tolist(),
+            node_ids=self.node_ids[nodes],
+            parents=self.parents[nodes],
+            tokens=self.tokens[nodes],
             acceptance=self.acceptance[nodes].tolist(),
             distributions=self.distributions[nodes] or [None] * count,
             complete=self.complete[place],

@@ -50,6 +50,15 @@ class Undelivered(NamedTuple):
     logprobs: TokenLogprobs | None
     record: RoundRecord | None
 
+    def followed_by(self, news: "Undelivered") -> "Undelivered":
+        """Return these and what a later round has committed as one; neither has a record but the last."""
+        text, logprobs = None, None
+        if self.text is not None and news.text is not None:
+            text = self.text + news.text
+        if self.logprobs is not None and news.logprobs is not None:
+            logprobs = self.logprobs.head(len(self.token_ids)).followed_by(news.logprobs)
+        return Undelivered([*self.token_ids, *news.token_ids], text, logprobs, news.record)
+
 
 class Tap(Protocol):
     """Listener to a session's tree while somebody watches it."""
@@ -204,6 +213,11 @@ class Session:
             )
 
     @property
+    def is_watched(self) -> bool:
+        """True if somebody traces its request, or watches its tree."""
+        return self.tap is not None or self.request.trace
+
+    @property
     def may_speculate(self) -> bool:
         """Whether a tree could save this session a step."""
         return self.mode is not SpeculationMode.OFF and self.end - len(self.token_ids) > 1
@@ -214,7 +228,8 @@ class Session:
         Returns:
             The part of it that counts: a stop string may end the choice before the last token.
         """
-        if self.undelivered is not None:
+        if self.request.trace:
+            # Each round's tokens stand before its record.
             self.deliver()
         before, token_ids = len(self.token_ids), outcome.token_ids
         since_ns, self.committed_ns = self.committed_ns, result_ns
@@ -240,7 +255,8 @@ class Session:
             counts = {"nodes": outcome.selected, "accepted": outcome.accepted, "tokens": len(outcome.token_ids)}
             spans.note_round(self.index, results, **counts, since_ns=since_ns, now_ns=result_ns)
         record = self._round_record(outcome, results, before) if self.request.trace else None
-        self.undelivered = Undelivered(outcome.token_ids, text, outcome.logprobs, record)
+        news = Undelivered(outcome.token_ids, text, outcome.logprobs, record)
+        self.undelivered = news if self.undelivered is None else self.undelivered.followed_by(news)
         return outcome
 
     def deliver(self) -> None:

@@ -6,6 +6,8 @@ from typing import Self
 from outrider.coordinator.sessions.messages import Outcome, SourceCounts
 from outrider.growth_source import GrowthSource
 
+_SOURCES = tuple(GrowthSource)
+
 
 class SourceTally:
     """Nodes of each source, grown, verified and accepted, of one choice or of a whole server."""
@@ -31,8 +33,9 @@ class SourceTally:
 
     def note_round(self, outcome: Outcome) -> None:
         """Count the nodes of a round that were verified, and those that were accepted."""
-        for source, count in zip(GrowthSource, outcome.selected_by_source, strict=True):
-            self._submitted[source] += count
+        if outcome.selected:
+            for source, count in zip(_SOURCES, outcome.selected_by_source, strict=True):
+                self._submitted[source] += count
         for sources in outcome.sources:
             self._accepted[sources] += 1
 

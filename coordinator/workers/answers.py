@@ -103,6 +103,8 @@ def usable_acceptance(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32
     Raises:
         ValueError: one of them is no number.
     """
+    if not len(values) or 0 <= values.min() <= values.max() <= 1:
+        return values
     if not np.isfinite(values).all():
         raise ValueError("acceptance: estimates that are no numbers")
     return np.clip(values, np.float32(0), np.float32(1))

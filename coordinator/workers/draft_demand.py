@@ -12,13 +12,10 @@ Nothing is averaged here: everything counts up from the coordinator's start, so 
 differences over windows of their own. docs/autoscaling.md has the formula that is made of them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from outrider.coordinator.sessions.messages import GrowthBatch, RoundResults, SpeculationMode, TreeEnd
+from outrider.coordinator.sessions.messages import RoundResults, SpeculationMode, TreeEnd
 from outrider.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -56,23 +53,19 @@ class DraftDemand:
     grown_sessions: int = 0
     expanded_nodes: int = 0
 
-    def note_growth(self, step_ns: float, growth: GrowthBatch, counted: Sequence[int]) -> None:
-        """One step of a draft's model.
+    def note_growth(self, step_ns: float, *, sessions: int, expanded: int) -> None:
+        """Count a step of a draft's model.
 
         Args:
             step_ns: that it took.
-            growth: what came of it.
-            counted: indices of the sessions in it that have rounds here.
+            sessions: with rounds here that have grown in it.
+            expanded: nodes of them that got children.
         """
-        if not counted:
-            return
-        self.draft_steps += 1
-        self.draft_ns += step_ns
-        self.grown_sessions += len(counted)
-        # Nodes of one step that have the same parent were grown by expanding it.
-        sessions = np.repeat(np.arange(len(growth.session_ids)), growth.node_counts)
-        parents = (sessions << 32 | growth.parents)[np.isin(sessions, counted)]
-        self.expanded_nodes += len(np.unique(parents))
+        if sessions:
+            self.draft_steps += 1
+            self.draft_ns += step_ns
+            self.grown_sessions += sessions
+            self.expanded_nodes += expanded
 
     def note_round(self, results: RoundResults, taken: "Taken") -> None:
         """One round of a target."""

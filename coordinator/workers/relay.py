@@ -12,8 +12,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.messages import (
     Commit,
@@ -32,10 +30,13 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.draft_distribution import pack_distributions
 from outrider.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
-from outrider.wire import floats_to_bytes
+from outrider.wire import floats_to_bytes, split_by_counts
 
-# Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
-_DELIVERED_AT_ONCE = 8
+# Sessions whose clients hear at once, some 80 us each, and how long growth and results alone are seen to after that
+# where growth comes: growth that is late is worth nothing, while a client may hear of several rounds together.
+_DELIVERED_AT_ONCE, _PAUSE_S = 4, 0.001
+# Growth that came so lately is going to be followed by more.
+_LATELY_NS = 100_000_000
 _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
 
 
@@ -78,48 +79,55 @@ class Relay:
         self._totals, self._owner = totals, owner
         self._undelivered: OrderedDict[int, Session] = OrderedDict()
         self._delivery: asyncio.Handle | None = None
+        self._grown_ns = -_LATELY_NS
 
     # ---------------------------------------------------------------------------------------------------------- growth
 
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
         """Hand on what a draft has grown; it may be late, for sessions that have ended, or of old epochs."""
-        peer, nodes = self._drafts.peers.get(worker_id), len(growth.node_ids)
-        self._totals.serving.grown_nodes += nodes
-        if peer is None:
-            self._totals.dropped_nodes += nodes
-            return
-        counted = list[int]()
-        parts: defaultdict[str, list[int]] = defaultdict(list)
-        owners = list(map(self._sessions.get, growth.session_ids))
+        self._grown_ns = clock.now_ns()
+        peer, taken = self._drafts.peers.get(worker_id), 0
+        self._totals.serving.grown_nodes += len(growth.node_ids)
+        grown_sessions = expanded = kept = 0
+        parts: defaultdict[str, list[tuple[int, Session, int]]] = defaultdict(list)
         drafter = Drafter(worker_id, growth.source)
-        for number, (session, epoch, count) in enumerate(zip(owners, growth.epochs, growth.node_counts, strict=True)):
-            target = None
+        columns = zip(growth.session_ids, growth.epochs, growth.again, split_by_counts(growth.node_counts), strict=True)
+        for number, (session_id, epoch, is_again, span) in enumerate(columns):
+            session, count = self._sessions.get(session_id), span.stop - span.start
             # What a worker grows without having been asked for this source has no place.
-            is_asked_for = session is not None and drafter in session.places
-            if session is not None and is_asked_for and session.draft_epochs[worker_id] == epoch:
-                self._note_growth(drafter, session, growth, number)
-                if count and session.mode is SpeculationMode.ASYNC and not growth.again[number]:
-                    counted.append(number)
-                target = self._open_target(session)
-            if session is None or target is None:
-                self._totals.dropped_nodes += count
+            if session is None or peer is None or drafter not in session.places:
                 continue
-            self._note_changes(target, session, drafter, growth, number)
+            if session.draft_epochs[worker_id] != epoch:
+                continue
+            if session.is_watched:
+                self._show_growth(drafter, session, growth, number)
+            if count and not is_again:
+                taken += count
+                session.sources.note_growth(drafter.source, count)
+                if session.mode is SpeculationMode.ASYNC:
+                    grown_sessions += 1
+                    # Nodes of one step that have the same parent were grown by expanding it.
+                    expanded += len(set(growth.parents[span]))
+            if (target := self._open_target(session)) is None:
+                continue
+            kept += count
+            place = session.places.index(drafter)
+            if is_again or growth.forgot[number]:
+                self._tell_changes(target, session, drafter, growth, number)
             if count or growth.complete[number]:
-                parts[target.worker_id].append(number)
-        if growth.source is GrowthSource.MODEL:
-            self._totals.demand.note_growth(peer.link.step_latency.mean_ns, growth, counted)
-        for target_id, numbers in parts.items():
-            sent = [owner for number in numbers if (owner := owners[number]) is not None]
-            self._targets[target_id].link.grow(_relayed(drafter, growth, numbers, sent))
+                parts[target.worker_id].append((number, session, place))
+        self._totals.dropped_nodes += len(growth.node_ids) - kept
+        self._totals.sources.note_growth(drafter.source, taken)
+        if peer is not None and growth.source is GrowthSource.MODEL:
+            step_ns = peer.link.step_latency.mean_ns
+            self._totals.demand.note_growth(step_ns, sessions=grown_sessions, expanded=expanded)
+        for target_id, part in parts.items():
+            self._targets[target_id].link.grow(_relayed(growth, part))
 
-    def _note_growth(self, drafter: Drafter, session: Session, growth: GrowthBatch, number: int) -> None:
-        """Take note of one session's part, for whoever counts and watches."""
-        nodes = growth.node_counts[number]
-        session.note_growth(drafter.worker_id, as_of=growth.as_of[number], nodes=nodes)
-        if not growth.again[number]:
-            session.sources.note_growth(drafter.source, nodes)
-            self._totals.sources.note_growth(drafter.source, nodes)
+    @staticmethod
+    def _show_growth(drafter: Drafter, session: Session, growth: GrowthBatch, number: int) -> None:
+        """Show one session's part to whoever traces it, or watches its tree."""
+        session.note_growth(drafter.worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
         if session.tap is not None:
             session.tap.note_growth(drafter.worker_id, growth.of_session(number))
 
@@ -128,7 +136,7 @@ class Relay:
         return None if session.is_finished else self._targets.get(session.target_id or "")
 
     @staticmethod
-    def _note_changes(target: TargetPeer, session: Session, drafter: Drafter, growth: GrowthBatch, number: int) -> None:
+    def _tell_changes(target: TargetPeer, session: Session, drafter: Drafter, growth: GrowthBatch, number: int) -> None:
         """Tell a target what a draft says of the trees of the session that it has sent so far."""
         if growth.forgot[number]:
             for place in session.places_of(drafter.worker_id):
@@ -161,8 +169,8 @@ class Relay:
         target.note_round([session for session, _, _ in taken])
         self._totals.note_round(results, taken, now_ns)
         self._owner.note_progress([session for session, _, _ in taken])
-        for session in ended:
-            # The end of a request is told behind the tokens of all its choices.
+        for session in [*(one for one, _, _ in taken if not one.generation.times.first_token_ns), *ended]:
+            # First tokens are waited for; the end of a request is told behind the tokens of all its choices.
             self._deliver(session)
         for session in ended:
             self._end(session)
@@ -203,15 +211,18 @@ class Relay:
 
     # --------------------------------------------------------------------------------------------------------- clients
 
-    def _deliver_soon(self) -> None:
+    def _deliver_soon(self, delay_s: float = 0.0) -> None:
         if self._undelivered and self._delivery is None:
-            self._delivery = asyncio.get_running_loop().call_soon(self._deliver_some)
+            loop = asyncio.get_running_loop()
+            self._delivery = (
+                loop.call_later(delay_s, self._deliver_some) if delay_s else loop.call_soon(self._deliver_some)
+            )
 
     def _deliver_some(self) -> None:
         self._delivery = None
         for session in list(itertools.islice(self._undelivered.values(), _DELIVERED_AT_ONCE)):
             self._deliver(session)
-        self._deliver_soon()
+        self._deliver_soon(_PAUSE_S if clock.now_ns() - self._grown_ns < _LATELY_NS else 0.0)
 
     def _deliver(self, session: Session) -> None:
         """Tell a client, and have the target wait for one that does not read."""
@@ -226,35 +237,30 @@ class Relay:
             target.hold(session, is_held=is_held)
 
 
-def _relayed(
-    drafter: Drafter, growth: GrowthBatch, numbers: Sequence[int], sessions: Sequence[Session]
-) -> target_pb2.RelayedGrowth:
-    """Some sessions' parts of growth, under the names that their target knows them by."""
-    if len(numbers) == len(growth.session_ids):
-        nodes: slice | np.ndarray = slice(None)
-        counts, as_of, complete = growth.node_counts, growth.as_of, growth.complete
-    else:
-        is_sent = np.zeros(len(growth.session_ids), np.bool_)
-        is_sent[list(numbers)] = True
-        nodes = np.flatnonzero(np.repeat(is_sent, growth.node_counts))
-        counts, as_of, complete = (
-            [column[number] for number in numbers] for column in (growth.node_counts, growth.as_of, growth.complete)
-        )
-    distributions = None
-    if growth.distributions:
-        places = range(len(growth.node_ids))[nodes] if isinstance(nodes, slice) else nodes.tolist()
-        distributions = pack_distributions([growth.distributions[place] for place in places])
+def _relayed(growth: GrowthBatch, part: Sequence[tuple[int, Session, int]]) -> target_pb2.RelayedGrowth:
+    """Some sessions' parts of growth, each an index, session and place, under the names that their target knows."""
+    counts, as_of, complete = growth.node_counts, growth.as_of, growth.complete
+    node_ids, parents, tokens, acceptance = growth.node_ids, growth.parents, growth.tokens, growth.acceptance
+    distributions = growth.distributions
+    if len(part) < len(growth.session_ids):
+        numbers, spans = [number for number, _, _ in part], list(split_by_counts(counts))
+        nodes = [node for number in numbers for node in range(spans[number].start, spans[number].stop)]
+        counts, as_of = ([column[number] for number in numbers] for column in (counts, as_of))
+        complete = [complete[number] for number in numbers]
+        node_ids, parents, tokens = ([column[node] for node in nodes] for column in (node_ids, parents, tokens))
+        acceptance = acceptance[nodes]
+        distributions = distributions and [distributions[node] for node in nodes]
     return target_pb2.RelayedGrowth(
-        session_ids=[session.session_id for session in sessions],
-        epochs=[session.target_epoch for session in sessions],
-        places=[session.places.index(drafter) for session in sessions],
+        session_ids=[session.session_id for _, session, _ in part],
+        epochs=[session.target_epoch for _, session, _ in part],
+        places=[place for _, _, place in part],
         as_of=as_of,
         node_counts=counts,
-        node_ids=growth.node_ids[nodes].tolist(),
-        parents=growth.parents[nodes].tolist(),
-        tokens=growth.tokens[nodes].tolist(),
-        acceptance=floats_to_bytes(growth.acceptance[nodes]),
-        sources=() if growth.source is GrowthSource.MODEL else [to_proto(growth.source)] * len(growth.node_ids[nodes]),
-        distributions=distributions,
-        complete=[bool(own) for own in complete] if any(complete) else (),
+        node_ids=node_ids,
+        parents=parents,
+        tokens=tokens,
+        acceptance=floats_to_bytes(acceptance),
+        sources=() if growth.source is GrowthSource.MODEL else [to_proto(growth.source)] * len(node_ids),
+        distributions=pack_distributions(distributions) if distributions else None,
+        complete=complete if any(complete) else (),
     )

@@ -101,7 +101,7 @@ def growth(**changes) -> draft_pb2.DraftGrowth:
 
 def test_what_a_draft_says_is_taken():
     batch = growth_batch(growth(source=2, again=[True, False]), 100)
-    assert (batch.node_ids.tolist(), batch.parents.tolist(), batch.tokens.tolist()) == ([1, 2], [0, 1], [5, 6])
+    assert (batch.node_ids, batch.parents, batch.tokens) == ([1, 2], [0, 1], [5, 6])
     assert batch.acceptance.tolist() == [0.5, 1.0]
     assert (batch.again, batch.forgot, batch.complete) == ([True, False], [False] * 2, [False] * 2)
     assert batch.source is GrowthSource.NGRAM

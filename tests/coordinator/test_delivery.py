@@ -13,12 +13,16 @@ from outrider.coordinator.sessions.messages import (
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
+    Growth,
+    GrowthBatch,
     Outcome,
     RoundResults,
     SpeculationMode,
     TokenDelta,
+    TokenLogprobs,
 )
 from outrider.coordinator.sessions.scheduler import Scheduler
+from outrider.coordinator.sessions.session import Undelivered
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
@@ -76,9 +80,11 @@ async def test_drafts_hear_before_any_client(bench, happened):
 
     draft.commit = noting
     bench.scheduler.take_results("target", a_token_for_all(generation))
-    assert happened == ["3 commits"]
-    await settle()
     assert happened == ["3 commits", "delta 0", "delta 1", "delta 2"]
+    bench.scheduler.take_results("target", a_token_for_all(generation))
+    assert happened[4:] == ["3 commits"]
+    await settle()
+    assert happened[4:] == ["3 commits", "delta 0", "delta 1", "delta 2"]
     generation.cancel()
 
 
@@ -86,15 +92,57 @@ async def test_many_clients_hear_a_few_in_every_turn_and_each_once(bench, happen
     """What else there is to do, the next round's results and growth above all, comes in between."""
     generation = held(bench, short_request(4, n=50))
     bench.scheduler.take_results("target", a_token_for_all(generation))
+    assert len(happened) == 50, "first tokens are told at once"
+    happened.clear()
+    bench.scheduler.take_results("target", a_token_for_all(generation))
     heard = [0]
     while heard[-1] < 50:
         await asyncio.sleep(0)
         heard.append(len(happened))
-    assert heard == [0, 8, 16, 24, 32, 40, 48, 50]
+    assert heard == [*range(0, 50, 4), 50]
     assert happened == [f"delta {index}" for index in range(50)]
     await settle()
     assert len(happened) == 50
     generation.cancel()
+
+
+async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(bench):
+    """While drafts grow, few clients hear at a time; meanwhile rounds go on, and nothing of them is lost."""
+    generation = held(bench, short_request(6, n=50))
+    bench.add_draft(delay_s=1000.0)
+    deltas: list[TokenDelta] = []
+    first = generation.sessions[0]
+    for token in range(5, 11):
+        grown = Growth(
+            session_id=first.session_id, epoch=first.draft_epochs["draft"], as_of=len(first.token_ids),
+            node_ids=[token], parents=[0], tokens=[token], acceptance=[0.5],
+        )  # fmt: skip
+        bench.scheduler.take_growth("draft", GrowthBatch.of([grown]))
+        bench.scheduler.take_results("target", a_token_for_all(generation, token, is_over=token == 10))
+        await settle()
+    async for event in generation:
+        if isinstance(event, TokenDelta):
+            deltas.append(event)
+    assert 50 < len(deltas) < 5 * 50
+    for index in range(50):
+        own = [delta for delta in deltas if delta.index == index]
+        assert [token for delta in own for token in delta.token_ids] == [5, 6, 7, 8, 9, 10]
+        assert [delta.offset for delta in own] == [
+            sum(len(other.token_ids) for other in own[:at]) for at in range(len(own))
+        ]
+
+
+def test_log_probabilities_of_several_rounds_stand_behind_each_other_without_what_a_stop_string_cut_off():
+    def logprobs(*values: float) -> TokenLogprobs:
+        own = [[value] for value in values]
+        return TokenLogprobs(token_logprobs=values, top_token_ids=[[1]] * len(values), top_logprobs=own)
+
+    first = Undelivered([5], "a", logprobs(-1.0, -2.0), None)
+    both = first.followed_by(Undelivered([6], "b", logprobs(-3.0), None))
+    assert (both.token_ids, both.text) == ([5, 6], "ab")
+    assert both.logprobs is not None
+    assert list(both.logprobs.token_logprobs) == [-1.0, -3.0]
+    assert list(both.logprobs.top_logprobs) == [[-1.0], [-3.0]]
 
 
 async def test_who_has_not_heard_of_one_round_hears_of_it_before_the_next(bench):

@@ -1,0 +1,297 @@
+"""What one coordinator can carry: a real one between a target and a draft that only pretend to compute.
+
+    python benchmarks/relay.py --sessions 64 --round-ms 8 --step-ms 1
+
+The target commits a token of every session each round, the draft grows nodes of every session each step, and clients
+read their streams. Told are the messages a second that got through, how long growth and commits took on their way, and
+the time of the coordinator's processor that a second of it costs. Everything is on this machine: two cores at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+
+from outrider.models import embedded_target_path
+from outrider.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
+from outrider.tokenizer_hash import tokenizer_hash
+from outrider.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, target_pb2
+from outrider.wire import floats_to_bytes
+
+_VOCAB_SIZE, _MODEL_LEN, _PROMPT = 8192, 2048, 64
+_NEW, _CLIENTS = 1900, 2
+
+
+def main() -> None:
+    """Measure and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--round-ms", type=float, default=8.0, help="between two rounds of the target")
+    parser.add_argument("--step-ms", type=float, default=1.0, help="between two steps of the draft; 0: no draft grows")
+    parser.add_argument("--tokens", type=int, default=1, help="that a round commits of each session")
+    parser.add_argument("--nodes", type=int, default=2, help="of each session and step")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--coordinator", nargs="*", default=[], help="command that runs it, default this interpreter")
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    uvloop.run(_read_streams(options) if options.client else _measure(options))
+
+
+async def _measure(options: argparse.Namespace) -> None:
+    command = options.coordinator or [sys.executable, "-m", "outrider.cli"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "coordinator", "--port", "0", "--max-running-sessions", str(options.sessions), "--log-level", "error",
+        "--stop-with-stdin", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    line = (await process.stdout.readline()).decode()
+    address = json.loads(line)["address"] if line.startswith("{") else line.split()[-1]
+    clients: list[asyncio.subprocess.Process] = []
+    try:
+        async with Workers(address, options) as workers:
+            # Until both are registered.
+            await asyncio.sleep(2)
+            for _ in range(_CLIENTS):
+                own = [*sys.argv[1:], "--client", address]
+                clients.append(
+                    await asyncio.create_subprocess_exec(sys.executable, __file__, *own, stdout=subprocess.PIPE)
+                )
+            # Until all streams have begun.
+            await asyncio.sleep(3)
+            workers.clear()
+            began, cpu = time.perf_counter(), _cpu_s(process.pid)
+            await asyncio.sleep(options.seconds)
+            seconds, cpu = time.perf_counter() - began, _cpu_s(process.pid) - cpu
+            found = {"busy": round(cpu / seconds, 3), "sessions": workers.sessions, **workers.figures(seconds)}
+            sys.stdout.write(json.dumps(found) + "\n")
+    finally:
+        for client in clients:
+            client.kill()
+        process.stdin.close()
+        await process.wait()
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _read_streams(options: argparse.Namespace) -> None:
+    """Read a client process's share of the streams, one after the other for ever."""
+    async with grpc.aio.insecure_channel(options.client, options=CHANNEL_OPTIONS) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=[1] * _PROMPT),
+            sampling_params=generation_pb2.SamplingParams(max_new_tokens=_NEW, ignore_eos=True),
+        )
+
+        async def read() -> None:
+            while True:
+                async for _ in stub.Generate(request):
+                    pass
+
+        await asyncio.gather(*(read() for _ in range(options.sessions // _CLIENTS)))
+
+
+class Workers:
+    """A target and a draft that send what they are told to, when it is due."""
+
+    def __init__(self, coordinator: str, options: argparse.Namespace) -> None:
+        self._coordinator, self._options = coordinator, options
+        # By session id: epoch and length, at the target and at the draft.
+        self._verified: dict[int, tuple[int, int]] = {}
+        self._grown: dict[int, tuple[int, int]] = {}
+        self._node_id = 0
+        self._ended: dict[int, float] = {}
+        self._sent_s: dict[int, float] = {}
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from now on."""
+        self._rounds = self._steps = self._relayed = 0
+        self._growth_s: list[float] = []
+        self._commit_s: list[float] = []
+
+    @property
+    def sessions(self) -> int:
+        """Sessions open at the target."""
+        return len(self._verified)
+
+    def figures(self, seconds: float) -> dict[str, Any]:
+        """What got through since `clear`."""
+
+        def times(found: Sequence[float]) -> list[float] | None:
+            ordered = sorted(found)
+            if not ordered:
+                return None
+            return [round(1e3 * statistics.median(ordered), 2), round(1e3 * ordered[int(0.99 * (len(ordered) - 1))], 2)]
+
+        return {
+            "rounds_per_s": round(self._rounds / seconds),
+            "steps_per_s": round(self._steps / seconds),
+            "relayed_per_s": round(self._relayed / seconds),
+            "growth_ms": times(self._growth_s),
+            "commit_ms": times(self._commit_s),
+        }
+
+    async def __aenter__(self) -> Workers:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        for service, method, serve in (
+            ("TargetService", "Verify", self._verify),
+            ("DraftService", "Speculate", self._speculate),
+        ):
+            handler = grpc.stream_stream_rpc_method_handler(serve)
+            self._server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(f"outrider.v1.{service}", {method: handler}),)
+            )
+        address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        for role in (registry_pb2.WORKER_ROLE_TARGET, registry_pb2.WORKER_ROLE_DRAFT):
+            if role == registry_pb2.WORKER_ROLE_TARGET or self._options.step_ms:
+                self._tasks.append(asyncio.create_task(self._register(address, role)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for end in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(end, Exception):
+                sys.stderr.write(f"{end}\n")
+        await self._server.stop(0)
+
+    async def _register(self, address: str, role: Any) -> None:
+        name = registry_pb2.WorkerRole.Name(role).lower()
+        model = common_pb2.ModelInfo(
+            name=name, vocab_size=_VOCAB_SIZE, tokenizer_hash=tokenizer_hash(embedded_target_path()),
+            max_model_len=_MODEL_LEN,
+        )  # fmt: skip
+        limits = registry_pb2.WorkerLimits(max_sessions=2 * self._options.sessions, max_tree_nodes=64)
+        introduction = registry_pb2.WorkerIntroduction(
+            worker_id=name, name=name, role=role, address=address, model=model, limits=limits
+        )
+        async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
+            call = channel.stream_stream("/outrider.v1.RegistryService/Register")()
+            await call.write(registry_pb2.WorkerReport(introduction=introduction).SerializeToString())
+            await call.read()
+            while not call.done():
+                load = common_pb2.WorkerLoad(sessions=self.sessions, slots_total=1 << 20)
+                await call.write(registry_pb2.WorkerReport(load=load).SerializeToString())
+                await asyncio.sleep(0.3)
+            raise RuntimeError(f"{name}: {await call.details()}")
+
+    async def _verify(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        hearing = asyncio.create_task(self._hear_target(requests))
+        due = time.perf_counter()
+        try:
+            while not hearing.done():
+                due = max(due + self._options.round_ms / 1e3, time.perf_counter() - 0.05)
+                await asyncio.sleep(max(due - time.perf_counter(), 0))
+                if self._verified:
+                    self._rounds += 1
+                    yield self._round()
+        finally:
+            hearing.cancel()
+
+    def _round(self) -> bytes:
+        count, tokens = len(self._verified), self._options.tokens
+        results = target_pb2.RoundResults(
+            session_ids=list(self._verified),
+            epochs=[epoch for epoch, _ in self._verified.values()],
+            token_counts=[tokens] * count,
+            tokens=[(self._rounds * 7) % 1000 + 300] * count * tokens,
+            accepted_counts=[tokens - 1] * count,
+            accepted_sources=[2] * (count * (tokens - 1)),
+            selected_counts=[tokens - 1] * count,
+            finishes=[target_pb2.FINISH_UNSPECIFIED] * count,
+            cached_tokens=[0] * count,
+            lost=[0] * count,
+            tree_ends=[target_pb2.TREE_END_COVERED] * count,
+            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
+        )
+        for row, (session_id, (epoch, length)) in enumerate(self._verified.items()):
+            self._verified[session_id] = epoch, length + tokens
+            if length + tokens >= _PROMPT + _NEW:
+                results.finishes[row] = target_pb2.FINISH_LENGTH
+        first = next(iter(self._verified))
+        self._ended[self._verified[first][1]] = time.perf_counter()
+        for session_id in [one for one, (_, length) in self._verified.items() if length >= _PROMPT + _NEW]:
+            del self._verified[session_id]
+        return results.SerializeToString()
+
+    async def _hear_target(self, requests: AsyncIterator[bytes]) -> None:
+        async for data in requests:
+            commands = target_pb2.RoundCommands.FromString(data)
+            for opening in commands.opens:
+                self._verified[opening.session_id] = opening.epoch, len(opening.prompt) // 4
+            for session_id in commands.close_session_ids:
+                self._verified.pop(session_id, None)
+            if commands.growth.session_ids:
+                self._relayed += 1
+                sent_s = self._sent_s.pop(commands.growth.node_ids[0], None)
+                if sent_s is not None:
+                    self._growth_s.append(time.perf_counter() - sent_s)
+
+    async def _speculate(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        hearing = asyncio.create_task(self._hear_draft(requests))
+        due = time.perf_counter()
+        try:
+            while not hearing.done():
+                due = max(due + self._options.step_ms / 1e3, time.perf_counter() - 0.01)
+                await asyncio.sleep(max(due - time.perf_counter(), 0))
+                if self._grown:
+                    self._steps += 1
+                    yield self._step()
+        finally:
+            hearing.cancel()
+
+    def _step(self) -> bytes:
+        count, nodes = len(self._grown), self._options.nodes
+        first = self._node_id + 1
+        self._node_id += count * nodes
+        self._sent_s[first] = time.perf_counter()
+        return draft_pb2.DraftGrowth(
+            session_ids=list(self._grown),
+            epochs=[epoch for epoch, _ in self._grown.values()],
+            as_of=[length for _, length in self._grown.values()],
+            node_counts=[nodes] * count,
+            node_ids=range(first, self._node_id + 1),
+            parents=[0] * (count * nodes),
+            tokens=[5] * (count * nodes),
+            acceptance=floats_to_bytes([0.5] * (count * nodes)),
+            complete=[False] * count,
+            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
+            source=common_pb2.GROWTH_SOURCE_MODEL,
+        ).SerializeToString()
+
+    async def _hear_draft(self, requests: AsyncIterator[bytes]) -> None:
+        async for data in requests:
+            commands = draft_pb2.DraftCommands.FromString(data)
+            for opening in commands.opens:
+                self._grown[opening.session_id] = opening.epoch, (len(opening.prompt) + len(opening.output)) // 4
+            batch = commands.commits
+            for session_id, position in zip(batch.session_ids, batch.positions, strict=True):
+                if session_id in self._grown:
+                    self._grown[session_id] = self._grown[session_id][0], position + self._options.tokens
+            for session_id in commands.close_session_ids:
+                self._grown.pop(session_id, None)
+            if batch.positions:
+                ended_s = self._ended.pop(batch.positions[0] + self._options.tokens, None)
+                if ended_s is not None:
+                    self._commit_s.append(time.perf_counter() - ended_s)
+
+
+if __name__ == "__main__":
+    main()
