@@ -61,8 +61,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Records of the ring, at least, and for each session.
-_LEAST_RECORDS, _SESSION_RECORDS = 4096, 16
+# Records of the ring, at least, and for each session: several steps of a draft come in a round, and what has no room
+# waits for the next one.
+_LEAST_RECORDS, _SESSION_RECORDS = 4096, 64
 _COMPILING_THREADS = 8
 # Rounds that time a bucket before it is used.
 _TIMED = 3

@@ -38,6 +38,8 @@ _AT_ONCE = 16
 _GLANCE_S = 0.00005
 # Several coordinators ask for reports at about the same time: what lies between them would say little.
 _SHORTEST_WINDOW_NS = 200_000_000
+# What applying commands takes at most, as a rule: sessions are written to the device.
+_USUAL_S = 1.0
 
 
 class RoundThread:
@@ -192,6 +194,8 @@ class RoundThread:
 
     def _serve(self, loop: RoundLoop) -> None:
         while self._receive(loop):
+            if not loop.is_busy:
+                self.watch.begins(_USUAL_S)
             if self._alone:
                 self._run_alone(loop)
             self._apply(loop)

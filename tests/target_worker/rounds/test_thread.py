@@ -128,6 +128,24 @@ def test_results_come_to_their_owners_one_round_at_a_time(served, reference_mode
     assert thread.report().busy <= 1
 
 
+def test_a_session_whose_columns_hang_on_their_way_to_the_device_is_noticed(served, monkeypatch):
+    thread, owner, may_go_on = served.thread, Owner(), threading.Event()
+    describe = served.program.describe_row
+
+    def hang(*arguments: Any) -> None:
+        may_go_on.wait(60)
+        describe(*arguments)
+
+    monkeypatch.setattr(served.program, "describe_row", hang)
+    until(lambda: not thread.watch.age_s)
+    thread.submit([OpenCommand(owner, open_request(1, SPEC))])
+    until(lambda: thread.watch.age_s)
+    assert not thread.watch.is_preparing
+    may_go_on.set()
+    until(lambda: owner.has_ended(1))
+    until(lambda: not thread.watch.age_s)
+
+
 def test_growth_is_verified_and_says_who_had_proposed_it(served, reference_model):
     plain, owner = plain_decode(reference_model, PROMPT, SPEC).tokens, Owner()
     key = (7, 1)
