@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from outrider.wire import MOST_NODES
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig:
@@ -29,7 +31,7 @@ class RoundConfig:
     max_session_rows: int = 64
     max_prefill_tokens: int = 2048
     prefill_slowdown: float = 0.3
-    capacity: int = 256
+    capacity: int = MOST_NODES
     places: int = 4
     logprobs: int = 20
     least_value: float = 0.01

@@ -33,7 +33,7 @@ from outrider.worker import share_interpreter
 T = TypeVar("T")
 
 # Commands that are applied at most between two looks at a device that works: it must not wait for a launch.
-_AT_ONCE = 16
+_AT_ONCE = 4
 # Between two looks at a device that has written nothing; the next round waits for it already.
 _GLANCE_S = 0.00005
 # Several coordinators ask for reports at about the same time: what lies between them would say little.
