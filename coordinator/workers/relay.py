@@ -152,20 +152,35 @@ class Relay:
         target, now_ns = self._targets.get(worker_id), clock.now_ns()
         if target is None:
             return
+        told = [
+            (session, outcome)
+            for outcome in results.outcomes
+            if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is not None
+        ]
+        try:
+            self._commit(told)
+        finally:
+            # Kept whatever becomes of that.
+            self._take(target, told, results, now_ns)
+
+    def _take(
+        self, target: TargetPeer, told: Sequence[tuple[Session, Outcome]], results: RoundResults, now_ns: int
+    ) -> None:
+        """Add a round's tokens to its sessions, count them, and see to those that have ended."""
         taken, ended = list[tuple[Session, Outcome, int]](), list[Session]()
-        commits: defaultdict[str, list[Commit]] = defaultdict(list)
-        for outcome in results.outcomes:
-            if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is None:
+        for session, outcome in told:
+            # Another choice of its request may have ended it.
+            if session.is_finished:
                 continue
             if outcome.token_ids:
-                since_ns, kept = session.committed_ns, self._take(session, outcome, results, now_ns, commits)
+                since_ns, kept = session.committed_ns, session.take(outcome, results, now_ns)
                 taken.append((session, kept, since_ns))
+                if not session.is_finished:
+                    self._undelivered[session.session_id] = session
             if session.result is not None or outcome.is_over:
                 ended.append(session)
             elif outcome.lost and not session.is_finished:
                 self._drafts.ask_for_lost(session, outcome.lost)
-        for draft_id, told in commits.items():
-            self._drafts.peers[draft_id].link.commit(Commits.of(told))
         target.note_round([session for session, _, _ in taken])
         self._totals.note_round(results, taken, now_ns)
         self._owner.note_progress([session for session, _, _ in taken])
@@ -179,22 +194,19 @@ class Relay:
                 self._owner.take_fault(session, fault)
         self._deliver_soon()
 
-    def _take(
-        self,
-        session: Session,
-        outcome: Outcome,
-        results: RoundResults,
-        now_ns: int,
-        commits: Mapping[str, list[Commit]],
-    ) -> Outcome:
-        """Append a session's new tokens, which its drafts and its client are to hear of; returns what counts."""
-        position = len(session.token_ids)
-        kept = session.take(outcome, results, now_ns)
-        if not session.is_finished:
-            self._undelivered[session.session_id] = session
-            for draft_id, epoch in session.draft_epochs.items():
-                commits[draft_id].append(Commit(session.session_id, epoch, position, kept.token_ids))
-        return kept
+    def _commit(self, told: Sequence[tuple[Session, Outcome]]) -> None:
+        """Tell the drafts of sessions that go on what these have got, before anything else is done with it.
+
+        A stop string may cut off a part of it: then the session has ended, and is closed there next.
+        """
+        commits: defaultdict[str, list[Commit]] = defaultdict(list)
+        for session, outcome in told:
+            if outcome.token_ids and not outcome.is_over:
+                position = len(session.token_ids)
+                for draft_id, epoch in session.draft_epochs.items():
+                    commits[draft_id].append(Commit(session.session_id, epoch, position, outcome.token_ids))
+        for draft_id, own in commits.items():
+            self._drafts.peers[draft_id].link.commit(Commits.of(own))
 
     def _end(self, session: Session) -> None:
         """See to a session that has ended, as it should or not."""
