@@ -91,6 +91,7 @@ class CellFigures:
         sessions_per_step: in a step of a target.
         draft_steps_per_s: of the drafts, as they last reported them: to within a heartbeat.
         reported_busy: share of the time that targets spent in steps by their last heartbeat's account, their mean.
+        draft_busy: likewise of drafts.
         rounds: None where no two rounds were seen.
     """
 
@@ -106,6 +107,7 @@ class CellFigures:
     sessions_per_step: float
     draft_steps_per_s: float
     reported_busy: float
+    draft_busy: float
     rounds: RoundFigures | None
 
     @classmethod
@@ -140,11 +142,14 @@ class CellFigures:
             nodes=nodes / max(verified, 1),
             sessions_per_step=verified / max(steps, 1),
             draft_steps_per_s=(_draft_steps(after) - _draft_steps(before)) / seconds,
-            reported_busy=statistics.fmean(
-                [load.busy for load in _loads(after, registry_pb2.WORKER_ROLE_TARGET)] or [0.0]
-            ),
+            reported_busy=_busy(after, registry_pb2.WORKER_ROLE_TARGET),
+            draft_busy=_busy(after, registry_pb2.WORKER_ROLE_DRAFT),
             rounds=RoundFigures.of(requests, begin_s=begin_s, end_s=end_s),
         )
+
+
+def _busy(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> float:
+    return statistics.fmean([load.busy for load in _loads(info, role)] or [0.0])
 
 
 def _draft_steps(info: generation_pb2.ServerInfo) -> int:

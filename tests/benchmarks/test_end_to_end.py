@@ -117,7 +117,8 @@ def figures(setup: Setup, mode: str, tokens: int, **changes: Any) -> CellFigures
     for info, steps in ((before, 100), (after, 700)):
         for role in (registry_pb2.WORKER_ROLE_TARGET, registry_pb2.WORKER_ROLE_DRAFT):
             worker = info.workers.add()
-            worker.introduction.role, worker.load.steps, worker.load.busy = role, steps, 0.75
+            busy = 0.75 if role == registry_pb2.WORKER_ROLE_TARGET else 0.5
+            worker.introduction.role, worker.load.steps, worker.load.busy = role, steps, busy
     after.speculation.verify_steps, after.speculation.spec_accepted_tokens = 20, 30
     driven = [Driven(tokens=tokens, tpot_ms=[5.0, 7.0], requests=[rounds(1, 2, 3)]), Driven(tokens=1)]
     return CellFigures.of(cell, driven, before, after, begin_s=0, end_s=2)
@@ -134,7 +135,7 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
     assert [cell["speedup"] for cell in found] == [1.0, 3.0, 1.5, None]
     assert [cell["tokens_per_s_per_gpu"] for cell in found] == [50, 75, 75, 50]
     assert (found[1]["acceptance_length"], found[1]["sessions_per_step"], found[1]["tpot_ms"]) == (2.5, 2.0, 6.0)
-    assert (found[1]["draft_steps_per_s"], found[1]["reported_busy"]) == (300, 0.75)
+    assert [found[1][name] for name in ("draft_steps_per_s", "reported_busy", "draft_busy")] == [300, 0.75, 0.5]
     scaled = as_dicts(cells, scale_to=5.0)
     assert [cell.get("scaled_tpot_ms") for cell in scaled] == [None, 3.0, 3.0, None]
     assert json.loads(json.dumps(found))[1]["setup"] == "apart"
