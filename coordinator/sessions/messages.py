@@ -95,7 +95,7 @@ class TokenLogprobs:
         )
 
     def followed_by(self, others: "TokenLogprobs") -> "TokenLogprobs":
-        """These and those of later tokens."""
+        """Return these log probabilities followed by others."""
         return TokenLogprobs(
             token_logprobs=[*self.token_logprobs, *others.token_logprobs],
             top_token_ids=[*self.top_token_ids, *others.top_token_ids],

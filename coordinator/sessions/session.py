@@ -51,12 +51,12 @@ class Undelivered(NamedTuple):
     record: RoundRecord | None
 
     def followed_by(self, news: "Undelivered") -> "Undelivered":
-        """Return these and what a later round has committed as one; neither has a record but the last."""
+        """Return these and what a later round has committed as one."""
         text, logprobs = None, None
         if self.text is not None and news.text is not None:
             text = self.text + news.text
         if self.logprobs is not None and news.logprobs is not None:
-            logprobs = self.logprobs.head(len(self.token_ids)).followed_by(news.logprobs)
+            logprobs = self.logprobs.followed_by(news.logprobs)
         return Undelivered([*self.token_ids, *news.token_ids], text, logprobs, news.record)
 
 
@@ -228,8 +228,8 @@ class Session:
         Returns:
             The part of it that counts: a stop string may end the choice before the last token.
         """
-        if self.request.trace:
-            # Each round's tokens stand before its record.
+        if self.is_watched:
+            # Each round's tokens stand before its record, and are told by themselves.
             self.deliver()
         before, token_ids = len(self.token_ids), outcome.token_ids
         since_ns, self.committed_ns = self.committed_ns, result_ns

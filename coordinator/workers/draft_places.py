@@ -63,7 +63,7 @@ class DraftPlaces:
 
     def _assign(self, session: Session, kinds: Collection[frozenset[GrowthSource]]) -> None:
         wanted = self._wanted(session)
-        if not wanted or (len(kinds) == 1 and len(session.draft_epochs) >= wanted):
+        if not wanted or (len(kinds) == 1 and len(session.draft_epochs) >= wanted and not session.refused_by):
             return
         has_one = session.mode is SpeculationMode.SYNC or session.is_chain
         for source in sorted(self._sources(session) & frozenset().union(*kinds)):

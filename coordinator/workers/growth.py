@@ -25,6 +25,12 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
     """
     node_ids, parents, tokens, as_of = map(list, (message.node_ids, message.parents, message.tokens, message.as_of))
     sessions, nodes, none = len(message.session_ids), len(node_ids), [False] * len(message.session_ids)
+    acceptance, complete = floats_from_bytes(message.acceptance), list(message.complete) or none
+    forgot, again = list(message.forgot) or none, list(message.again) or none
+    if {len(column) for column in (message.epochs, as_of, message.node_counts, complete, forgot, again)} != {sessions}:
+        raise ValueError(f"columns of different lengths in growth of {sessions} sessions")
+    if {nodes, sum(message.node_counts)} != {len(column) for column in (parents, tokens, acceptance)}:
+        raise ValueError(f"columns of different lengths in growth of {nodes} nodes")
     distributions: Sequence[DraftDistribution | None] = ()
     if message.HasField("distributions"):
         distributions = unpack_distributions(message.distributions, nodes)
@@ -42,25 +48,19 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
     if max(tokens, default=0) >= vocab_size:
         worst = tokens.index(max(tokens))
         raise ValueError(f"node {node_ids[worst]} has token {tokens[worst]}, ids below {vocab_size} needed")
-    growth = GrowthBatch(
+    return GrowthBatch(
         session_ids=list(message.session_ids),
         epochs=list(message.epochs),
         as_of=as_of,
         node_counts=list(message.node_counts),
-        complete=list(message.complete) or none,
-        forgot=list(message.forgot) or none,
-        again=list(message.again) or none,
+        complete=complete,
+        forgot=forgot,
+        again=again,
         node_ids=node_ids,
         parents=parents,
         tokens=tokens,
-        acceptance=usable_acceptance(floats_from_bytes(message.acceptance)),
+        acceptance=usable_acceptance(acceptance),
         distributions=distributions,
         # What a newer worker may say counts as a model's.
         source=_SOURCES.get(message.source, GrowthSource.MODEL),
     )
-    columns = (growth.epochs, growth.as_of, growth.node_counts, growth.complete, growth.forgot, growth.again)
-    if {len(column) for column in columns} != {sessions}:
-        raise ValueError(f"columns of different lengths in growth of {sessions} sessions")
-    if {nodes, sum(growth.node_counts)} != {len(column) for column in (parents, tokens, growth.acceptance)}:
-        raise ValueError(f"columns of different lengths in growth of {nodes} nodes")
-    return growth

@@ -85,19 +85,19 @@ class Relay:
 
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
         """Hand on what a draft has grown; it may be late, for sessions that have ended, or of old epochs."""
-        self._grown_ns = clock.now_ns()
         peer, taken = self._drafts.peers.get(worker_id), 0
         self._totals.serving.grown_nodes += len(growth.node_ids)
-        grown_sessions = expanded = kept = 0
+        if peer is None:
+            self._totals.dropped_nodes += len(growth.node_ids)
+            return
+        grown_sessions = expanded = relayed = 0
         parts: defaultdict[str, list[tuple[int, Session, int]]] = defaultdict(list)
         drafter = Drafter(worker_id, growth.source)
         columns = zip(growth.session_ids, growth.epochs, growth.again, split_by_counts(growth.node_counts), strict=True)
         for number, (session_id, epoch, is_again, span) in enumerate(columns):
             session, count = self._sessions.get(session_id), span.stop - span.start
             # What a worker grows without having been asked for this source has no place.
-            if session is None or peer is None or drafter not in session.places:
-                continue
-            if session.draft_epochs[worker_id] != epoch:
+            if session is None or drafter not in session.places or session.draft_epochs[worker_id] != epoch:
                 continue
             if session.is_watched:
                 self._show_growth(drafter, session, growth, number)
@@ -110,17 +110,19 @@ class Relay:
                     expanded += len(set(growth.parents[span]))
             if (target := self._open_target(session)) is None:
                 continue
-            kept += count
+            relayed += count
             place = session.places.index(drafter)
             if is_again or growth.forgot[number]:
                 self._tell_changes(target, session, drafter, growth, number)
             if count or growth.complete[number]:
                 parts[target.worker_id].append((number, session, place))
-        self._totals.dropped_nodes += len(growth.node_ids) - kept
+        self._totals.dropped_nodes += len(growth.node_ids) - relayed
         self._totals.sources.note_growth(drafter.source, taken)
-        if peer is not None and growth.source is GrowthSource.MODEL:
+        if growth.source is GrowthSource.MODEL:
             step_ns = peer.link.step_latency.mean_ns
             self._totals.demand.note_growth(step_ns, sessions=grown_sessions, expanded=expanded)
+        if parts:
+            self._grown_ns = clock.now_ns()
         for target_id, part in parts.items():
             self._targets[target_id].link.grow(_relayed(growth, part))
 
@@ -195,13 +197,13 @@ class Relay:
         self._deliver_soon()
 
     def _commit(self, told: Sequence[tuple[Session, Outcome]]) -> None:
-        """Tell the drafts of sessions that go on what these have got, before anything else is done with it.
+        """Tell drafts what their sessions have got, before anything else is done with it.
 
-        A stop string may cut off a part of it: then the session has ended, and is closed there next.
+        A session that has ended with it, perhaps before the last token, is closed there next.
         """
         commits: defaultdict[str, list[Commit]] = defaultdict(list)
         for session, outcome in told:
-            if outcome.token_ids and not outcome.is_over:
+            if outcome.token_ids:
                 position = len(session.token_ids)
                 for draft_id, epoch in session.draft_epochs.items():
                     commits[draft_id].append(Commit(session.session_id, epoch, position, outcome.token_ids))

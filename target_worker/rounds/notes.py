@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # Level, and orders of magnitude of sessions and prefill rows.
 _Kind = tuple[Level, int, int]
+USUAL_S = 1.0
+"""Usual upper bound for what is done between rounds, in seconds: opening a session copies columns to the device."""
 # What a round leaves of the longest of its kind before: one that compiled something is forgotten in time.
 _FORGET = 0.9
 
@@ -79,8 +81,5 @@ class RoundNotes(RoundObserver):
         self._began_s = time.monotonic()
         if not self.is_watching:
             return
-        if self._kinds:
-            # The first of its kind may be compiling.
-            self.watch.begins(self._usual_s.get(self._kinds[0]))
-        else:
-            self.watch.rests()
+        # The first of its kind may be compiling. Without one under way sessions may be on their way to the device.
+        self.watch.begins(self._usual_s.get(self._kinds[0]) if self._kinds else USUAL_S)

@@ -152,7 +152,7 @@ class RoundProgram:
         self.shape = ReportShape(sessions=largest, most=most, logprobs=min(config.logprobs, vocab_size))
         self._walks = Walks.allocate(self.pool, sessions=largest, most=most)
         self._ranked = Logprobs.allocate(lines, self.shape.logprobs, device)
-        # Of rounds with processors: before them, where graphs are captured, and behind them.
+        # Raw logits of captured rounds with processors; `_logits` holds the processed ones.
         self._wide_logits = self._column(lines if self._captures else 0, vocab_size, dtype=model.dtype)
         self._logits = self._column(lines, vocab_size, dtype=torch.float32)
         self._decided = self._column(lines)
@@ -249,7 +249,7 @@ class RoundProgram:
         Returns:
             The bucket that it runs in: a wide one for processors.
         """
-        self._leave_out(least_value)
+        self._set_least_value(least_value)
         if level is Level.PLAIN:
             self._launch_plain(bucket)
             return bucket
@@ -277,7 +277,7 @@ class RoundProgram:
             graphs.end.replay()
         return bucket
 
-    def _leave_out(self, least_value: float) -> None:
+    def _set_least_value(self, least_value: float) -> None:
         """Have the rounds launched from now on leave out nodes of a lower value."""
         if least_value != self._least_value:
             self._least_value = least_value

@@ -25,7 +25,7 @@ from outrider.target_worker.rounds.commands import (
 )
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.rounds.notes import RoundNotes
+from outrider.target_worker.rounds.notes import USUAL_S, RoundNotes
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.sessions import Code, SessionFault, SessionKey
 from outrider.worker import share_interpreter
@@ -38,8 +38,6 @@ _AT_ONCE = 4
 _GLANCE_S = 0.00005
 # Several coordinators ask for reports at about the same time: what lies between them would say little.
 _SHORTEST_WINDOW_NS = 200_000_000
-# What applying commands takes at most, as a rule: sessions are written to the device.
-_USUAL_S = 1.0
 
 
 class RoundThread:
@@ -194,8 +192,6 @@ class RoundThread:
 
     def _serve(self, loop: RoundLoop) -> None:
         while self._receive(loop):
-            if not loop.is_busy:
-                self.watch.begins(_USUAL_S)
             if self._alone:
                 self._run_alone(loop)
             self._apply(loop)
@@ -220,6 +216,7 @@ class RoundThread:
                 if not loop.has_work:
                     self.watch.rests()
                     self._arrived.wait(loop.due_s)
+                    self.watch.begins(USUAL_S)
                 elif self._is_quiet:
                     # Other threads may have the interpreter while the device works.
                     self._arrived.wait(_GLANCE_S)
@@ -298,7 +295,7 @@ class RoundThread:
         self.watch.begins(None)
         result = work(loop)
         self._notes.is_watching = True
-        self.watch.rests()
+        self.watch.begins(USUAL_S)
         self._alone.popleft()
         for key, (owner, epoch) in list(self._owners.items()):
             if key not in loop.keys:

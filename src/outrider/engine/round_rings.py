@@ -184,6 +184,8 @@ class Inbox:
         Args:
             records: [n, 8] int32, in the order of each session; kept, not copied.
         """
+        if not len(records):
+            return
         with self._changed:
             if not self._queued and len(records) <= self._size - self._reserve - (self._head - self._tail):
                 # Closed rows have CLOSE before these in the ring, which ends their generation.

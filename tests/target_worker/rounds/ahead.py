@@ -49,7 +49,7 @@ class AheadProgram(RoundProgram):
         while self._queued and self.chance.random() < 0.6:
             first = self._queued[0]
             if not first.is_packed:
-                self._leave_out(first.least_value)
+                self._set_least_value(first.least_value)
                 self._pack(first.bucket)
                 first.is_packed = True
                 continue
