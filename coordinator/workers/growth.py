@@ -29,7 +29,7 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
     forgot, again = list(message.forgot) or none, list(message.again) or none
     if {len(column) for column in (message.epochs, as_of, message.node_counts, complete, forgot, again)} != {sessions}:
         raise ValueError(f"columns of different lengths in growth of {sessions} sessions")
-    if {nodes, sum(message.node_counts)} != {len(column) for column in (parents, tokens, acceptance)}:
+    if {len(column) for column in (node_ids, parents, tokens, acceptance)} != {sum(message.node_counts)}:
         raise ValueError(f"columns of different lengths in growth of {nodes} nodes")
     distributions: Sequence[DraftDistribution | None] = ()
     if message.HasField("distributions"):

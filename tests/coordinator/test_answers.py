@@ -115,6 +115,9 @@ def test_what_a_draft_says_is_taken():
         {"tokens": [5, 100]},
         {"tokens": [5]},
         {"node_counts": [1, 0]},
+        # Wrong in two columns, alike.
+        {"node_counts": [2, 1], "tokens": [5, 6, 7]},
+        {"node_counts": [2, 1], "parents": [0, 1, 0], "tokens": [5, 6, 7]},
         {"as_of": [3]},
         {"epochs": []},
         {"again": [True]},
