@@ -1,4 +1,4 @@
-"""What one coordinator can carry: a real one between a target and a draft that only pretend to compute.
+"""Measures the load that one coordinator carries: a real one between workers that only pretend to compute.
 
     python benchmarks/relay.py --sessions 64 --round-ms 8 --step-ms 1
 
@@ -135,7 +135,7 @@ class Workers:
         return len(self._verified)
 
     def figures(self, seconds: float) -> dict[str, Any]:
-        """What got through since `clear`."""
+        """Return counts and latencies since `clear`."""
 
         def times(found: Sequence[float]) -> list[float] | None:
             ordered = sorted(found)

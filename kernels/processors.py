@@ -53,7 +53,7 @@ _GROUPS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProcessorBatch:
-    """What is applied to which row. A group left at None is off for every session, and costs nothing.
+    """Processors of each row. A group left at None is off for every session, and costs nothing.
 
     Tokens of one list are unique and ascending, except in paths; tokens outside [0, V) are ignored. A row whose
     session lies outside [0, S) gets only its own banned tokens.
@@ -114,7 +114,7 @@ class ProcessorBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no processor is on for any row."""
+        """True if no processor is on for any row."""
         return all(getattr(self, next(iter(group))) is None for group in _GROUPS)
 
 

@@ -61,7 +61,7 @@ _OPTIONS = [
 
 
 class _Received:
-    """What has come of a generation."""
+    """A generation as far as it has come."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -263,8 +263,7 @@ class RoundLoop:
             openings.append(opening)
         if growth.distributions:
             self._keep_distributions(growth, openings)
-        if len(records := growth.records(openings)):
-            self._inbox.put_edits(records)
+        self._inbox.put_edits(growth.records(openings))
 
     def _keep_distributions(self, growth: Growth, openings: Sequence[tuple[int, int] | None]) -> None:
         for key, opening, span in zip(growth.keys, openings, split_by_counts(growth.counts), strict=True):

@@ -104,7 +104,7 @@ def path_steps(
 
 
 def expected_logits(model: Any) -> torch.Tensor:
-    """What the last of `path_steps` answers, [prompts (1 + nodes), V], by a forward of every node's whole path."""
+    """Return the logits of the last of `path_steps`, [prompts (1 + nodes), V], one forward for each node's whole path."""
     rows = []
     for prompt in PROMPTS:
         for number in range(len(NODES) + 1):
