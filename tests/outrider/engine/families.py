@@ -104,7 +104,7 @@ def path_steps(
 
 
 def expected_logits(model: Any) -> torch.Tensor:
-    """Return the logits of the last of `path_steps`, [prompts (1 + nodes), V], one forward for each node's whole path."""
+    """Return the logits of the last of `path_steps`, [prompts (1 + nodes), V], one forward for each whole path."""
     rows = []
     for prompt in PROMPTS:
         for number in range(len(NODES) + 1):
