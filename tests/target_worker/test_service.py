@@ -187,8 +187,12 @@ async def test_columns_of_different_lengths_end_the_stream(service):
 async def test_sync_trees_give_the_same_tokens_one_round_each(service, reference_model):
     plain = plain_decode(reference_model, PROMPT, SAMPLED).tokens
     coordinator, chance = Coordinator(service), random.Random(2)
-    await coordinator.open(1, SAMPLED, mode=2, max_nodes=8, sync_wait_ms=10**9)
+    # Held until its drafter is known: without one, a round would wait for no tree.
+    await coordinator.open(1, SAMPLED, mode=2, max_nodes=8, sync_wait_ms=10**9, allow=0)
     await coordinator.change(1, 0, TAKEN)
+    await coordinator.bound(1, WITHOUT_LIMIT)
+    # Growth that comes before its row is to be sent again.
+    await until(lambda: service.thread.load.slots_used)
     nodes: list[int] = []
     while (1, 1) not in coordinator.finishes:
         done = len(coordinator.tokens.get((1, 1), []))
