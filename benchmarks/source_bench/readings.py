@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_PREFIX = "outrider:"
+_PREFIX = "outrider_"
 _READ_TIMEOUT_S = 10.0
 
 Readings = Mapping[str, Counter[str]]

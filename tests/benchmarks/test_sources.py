@@ -71,7 +71,7 @@ def test_a_pass_says_what_its_draft_did_and_what_became_of_it():
 
     def readings(rounds: int) -> dict[str, Counter[str]]:
         counts = {"verify_rounds": rounds, "draft_nodes_received": 5 * rounds, "draft_nodes_dropped": 4 * rounds}
-        page = "".join(f"outrider:{name}_total {value}\n" for name, value in counts.items())
+        page = "".join(f"outrider_{name}_total {value}\n" for name, value in counts.items())
         return {
             "coordinator": samples(page),
             "draft-worker": samples(generate_latest(registry_of(of_draft)).decode()),

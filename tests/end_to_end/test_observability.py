@@ -8,14 +8,17 @@ import json
 import logging
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open_metrics
 from prometheus_client.parser import text_string_to_metric_families
+from tests.end_to_end import prometheus
 
 from outrider import tracing
 from outrider.client import AsyncClient
@@ -43,6 +46,8 @@ class Observed:
 
     scrapes: dict[str, str] = field(default_factory=dict)
     by_http: str = ""
+    negotiated: dict[tuple[str, str], str] = field(default_factory=dict)
+    answers: Mapping[str, list[Any]] = field(default_factory=dict)
     spans: list = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     verify_steps: int = 0
@@ -58,7 +63,7 @@ class Observed:
             sample
             for family in self.families(role).values()
             for sample in family.samples
-            if sample.name == f"outrider:{name}" and labels.items() <= sample.labels.items()
+            if sample.name == f"outrider_{name}" and labels.items() <= sample.labels.items()
         ]
         assert samples, f"{role} exports no {name} {labels}"
         return sum(sample.value for sample in samples)
@@ -76,8 +81,9 @@ class Lines(logging.Handler):
         self.lines.append(self.format(record))
 
 
-def read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as answer:
+def read(url: str, accept: str = "*/*") -> str:
+    request = urllib.request.Request(url, headers={"accept": accept})
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -90,7 +96,7 @@ def complete(url: str) -> None:
         answer.read()
 
 
-async def run(observed: Observed) -> None:
+async def run(observed: Observed, folder: Path) -> None:
     server = CoordinatorServer(CoordinatorConfig(port=0, metrics_port=0, http_port=0, sync_wait_cap_ms=60_000))
     await server.start()
     stop, workers = asyncio.Event(), []
@@ -128,9 +134,17 @@ async def run(observed: Observed) -> None:
         ]
         for text in [await asyncio.to_thread(read, url) for url in urls]:
             kinds = {"target_model_steps": "target", "draft_model_steps": "draft", "requests_refused": "coordinator"}
-            observed.scrapes[next(role for mark, role in kinds.items() if f"outrider:{mark}" in text)] = text
+            observed.scrapes[next(role for mark, role in kinds.items() if f"outrider_{mark}" in text)] = text
         await asyncio.to_thread(complete, f"http://{server.http_address}/v1/completions")
-        observed.by_http = await asyncio.to_thread(read, f"http://{server.http_address}/metrics")
+        door = f"http://{server.http_address}/metrics"
+        observed.by_http = await asyncio.to_thread(read, door)
+        for url in [door, *urls]:
+            for version, accept in (prometheus.ACCEPTS | {"text": "*/*"}).items():
+                observed.negotiated[url, version] = await asyncio.to_thread(read, url, accept)
+        if prometheus.PROGRAM:
+            addresses = [url.removeprefix("http://").partition("/")[0] for url in urls]
+            queries = [for_prometheus(query) for panel, query in dashboard_queries() if panel != "instance"]
+            observed.answers = await prometheus.ask(folder, addresses, queries)
     finally:
         stop.set()
         await asyncio.gather(*workers)
@@ -138,7 +152,7 @@ async def run(observed: Observed) -> None:
 
 
 @pytest.fixture(scope="module")
-def observed() -> Iterator[Observed]:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     observed, exporter, provider = Observed(), InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(trace_export.SimpleSpanProcessor(exporter))
     handler, logger = Lines(observed.lines), logging.getLogger("outrider")
@@ -147,7 +161,7 @@ def observed() -> Iterator[Observed]:
     logger.addHandler(handler)
     try:
         with tracing.using(provider):
-            asyncio.run(run(observed))
+            asyncio.run(run(observed, tmp_path_factory.mktemp("prometheus")))
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -240,7 +254,7 @@ def dashboard_queries() -> list[tuple[str, str]]:
     return queries + variables
 
 
-METRIC = re.compile(r"\b((?:ray_)?outrider[:_][a-z0-9_]+|process_[a-z_]+)(?:\{([^}]*)\})?")
+METRIC = re.compile(r"\b((?:ray_)?outrider_[a-z0-9_]+|process_[a-z_]+)(?:\{([^}]*)\})?")
 
 
 def test_the_dashboard_asks_for_nothing_that_no_role_exports(observed):
@@ -264,10 +278,33 @@ def test_the_dashboard_asks_for_nothing_that_no_role_exports(observed):
     assert asked >= len(queries)
 
 
+def for_prometheus(query: str) -> str:
+    """A query of the dashboard, with what Grafana puts into it."""
+    return query.replace("$instance", ".*").replace("$__rate_interval", "30s")
+
+
+@pytest.mark.skipif(not prometheus.PROGRAM, reason="prometheus is not installed")
+def test_prometheus_answers_every_query_of_the_dashboard(observed):
+    without = {query for query, series in observed.answers.items() if not series}
+    # The autoscaler's come from Ray, which does not run here.
+    assert {query for query in without if "ray_outrider" not in query} == set()
+    assert len(observed.answers) > 40
+
+
+def test_every_format_can_be_read_and_names_the_same_series(observed):
+    found: dict[str, set[frozenset[str]]] = {}
+    for (url, version), text in observed.negotiated.items():
+        families = text_string_to_metric_families(text) if version == "text" else read_open_metrics(text)
+        names = {sample.name for family in families for sample in family.samples}
+        found.setdefault(url, set()).add(frozenset(name for name in names if not name.endswith("_created")))
+    assert len(found) == 4
+    assert all(len(kinds) == 1 for kinds in found.values())
+
+
 def documented() -> dict[str, tuple[str, set[str]]]:
     """Name to (type, labels) in the tables of docs/metrics.md."""
     rows = re.findall(
-        r"^\| `([a-z0-9_:]+)` \| (counter|gauge|histogram) \| ([^|]*) \|", (ROOT / "docs/metrics.md").read_text(), re.M
+        r"^\| `([a-z0-9_]+)` \| (counter|gauge|histogram) \| ([^|]*) \|", (ROOT / "docs/metrics.md").read_text(), re.M
     )
     return {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
 

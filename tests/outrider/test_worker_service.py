@@ -83,4 +83,4 @@ async def test_a_worker_is_read_until_it_has_drained():
     worker, stop = IdleWorker(port), asyncio.Event()
     async with asyncio.timeout(60):
         await serve_worker(worker, cast("WorkerConfig", config), ready=lambda _: stop.set(), stop=stop)
-    assert "outrider:answer 42.0" in worker.at_the_end
+    assert "outrider_answer 42.0" in worker.at_the_end

@@ -2,8 +2,8 @@
 
     describe(families) -> a role's current values, family by family -> registry -> text
 
-Names are vLLM's where it has the same thing, with `outrider:` before them, so that a dashboard of one needs little to
-show the other (https://docs.vllm.ai/en/stable/usage/metrics/).
+Names are vLLM's where it has the same thing, with `outrider_` in the place of `vllm:`, so that a dashboard of one needs
+little to show the other (https://docs.vllm.ai/en/stable/usage/metrics/).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from outrider.metrics.histogram import Histogram
 
-PREFIX = "outrider:"
+PREFIX = "outrider_"
 
 
 class Families:

@@ -36,7 +36,7 @@ async def test_values_of_a_loop_are_read_on_the_loop():
     endpoint = MetricsEndpoint(on_loop(describe, asyncio.get_running_loop()), host="127.0.0.1", port=0)
     try:
         text = await asyncio.to_thread(read, f"http://{endpoint.address}/metrics")
-        assert "outrider:answer 42.0" in text.splitlines()
+        assert "outrider_answer 42.0" in text.splitlines()
         assert "process_resident_memory_bytes" in text
         assert set(threads) == {threading.main_thread()}
     finally:
@@ -78,7 +78,7 @@ async def test_with_tls_who_reads_shows_a_certificate_of_the_same_authority(tmp_
         known = ssl.create_default_context(cafile=str(tls.ca))
         known.check_hostname = False
         known.load_cert_chain(str(tls.certificate), str(tls.key))
-        assert "outrider:answer 42.0" in await asyncio.to_thread(read, url, known)
+        assert "outrider_answer 42.0" in await asyncio.to_thread(read, url, known)
     finally:
         await endpoint.close()
 
@@ -99,7 +99,7 @@ async def test_who_connects_and_says_nothing_holds_up_neither_readers_nor_the_en
     with socket.create_connection((host, int(port))):
         url = f"{'https' if is_secured else 'http'}://{endpoint.address}/metrics"
         try:
-            assert "outrider:answer 42.0" in await asyncio.to_thread(read, url, known)
+            assert "outrider_answer 42.0" in await asyncio.to_thread(read, url, known)
         finally:
             closing = asyncio.create_task(endpoint.close())
             ended, _ = await asyncio.wait({closing}, timeout=60)

@@ -28,10 +28,10 @@ def test_nanoseconds_are_shown_as_seconds():
     histogram.observe(50_000_000)
     registry = registry_of(lambda families: families.histogram("taken_seconds", "a", histogram, part="step"))
     lines = generate_latest(registry).decode().splitlines()
-    assert 'outrider:taken_seconds_bucket{le="0.001",part="step"} 1.0' in lines
-    assert 'outrider:taken_seconds_bucket{le="0.1",part="step"} 2.0' in lines
-    assert 'outrider:taken_seconds_bucket{le="+Inf",part="step"} 2.0' in lines
-    assert 'outrider:taken_seconds_sum{part="step"} 0.051' in lines
+    assert 'outrider_taken_seconds_bucket{le="0.001",part="step"} 1.0' in lines
+    assert 'outrider_taken_seconds_bucket{le="0.1",part="step"} 2.0' in lines
+    assert 'outrider_taken_seconds_bucket{le="+Inf",part="step"} 2.0' in lines
+    assert 'outrider_taken_seconds_sum{part="step"} 0.051' in lines
 
 
 def test_values_of_one_name_are_one_family_and_are_read_anew_each_time():
@@ -40,6 +40,6 @@ def test_values_of_one_name_are_one_family_and_are_read_anew_each_time():
     before = generate_latest(registry).decode()
     counts["a"] = 7
     after = generate_latest(registry).decode()
-    assert before.count("# TYPE outrider:things_total counter") == 1
-    assert 'outrider:things_total{kind="a"} 1.0' in before
-    assert 'outrider:things_total{kind="a"} 7.0' in after
+    assert before.count("# TYPE outrider_things_total counter") == 1
+    assert 'outrider_things_total{kind="a"} 1.0' in before
+    assert 'outrider_things_total{kind="a"} 7.0' in after
