@@ -14,7 +14,7 @@ from outrider import __version__, collector
 from outrider.addresses import Resolve, resolver
 from outrider.coordinator.api.access import Access, TokenInterceptor
 from outrider.coordinator.api.http.app import create_app
-from outrider.coordinator.api.http.chat_template import load_chat_template
+from outrider.coordinator.api.http.chat_template import load_chat_template, read_tokenizer_config
 from outrider.coordinator.api.http.server import HttpServer
 from outrider.coordinator.api.packing import source_stats
 from outrider.coordinator.api.service import GenerationServicer
@@ -154,6 +154,8 @@ class CoordinatorServer:
         app = create_app(
             service,
             template=load_chat_template(config.tokenizer_folder, config.chat_template),
+            tokenizer_config=read_tokenizer_config(config.tokenizer_folder),
+            cors=config.http_cors,
             is_serving=lambda: not self._is_stopping,
             extra_routes=routes,
             open_paths=open_paths,

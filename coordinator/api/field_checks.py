@@ -23,9 +23,9 @@ class FieldChecks:
         self.model = model
         self.violations: list[FieldViolation] = []
 
-    def wrong(self, field: str, description: str) -> None:
+    def wrong(self, field: str, description: str, *, code: str = "") -> None:
         """A field is wrong, and what to change."""
-        self.violations.append(FieldViolation(field, description))
+        self.violations.append(FieldViolation(field, description, code))
 
     def number(self, name: str, default: float, needed: str, fits: Callable[[float], bool]) -> float:
         """A sampling parameter that is a number; `needed` says what `fits`."""

@@ -17,7 +17,7 @@ from outrider.coordinator.api.unknown_fields import unknown_fields
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
-from outrider.errors import FieldViolation, InvalidRequest
+from outrider.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
 from outrider.growth_source import GrowthSource
 from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.sampling import SamplingSpec
@@ -220,8 +220,9 @@ class _Check:
         if longest is not None and len(text) > longest * self._model.max_model_len:
             self.fields.wrong(
                 "text",
-                f"the prompt has at least {len(text) // longest} tokens, the model takes {self._model.max_model_len} "
-                "(prompt and output): shorten the prompt",
+                f"the prompt is too long: it has at least {len(text) // longest} tokens, the model takes "
+                f"{self._model.max_model_len} (prompt and output): shorten it",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
             return ()
         token_ids = tokenizer.encode(text)
@@ -236,8 +237,9 @@ class _Check:
         if room < 1:
             self.fields.wrong(
                 prompt_field,
-                f"the prompt has {len(prompt)} tokens, the model takes {longest} (prompt and output): "
-                f"shorten the prompt to at most {longest - 1}",
+                f"the prompt is too long: it has {len(prompt)} tokens, the model takes {longest} (prompt and output): "
+                f"shorten it to at most {longest - 1}",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
         given = self.fields.whole("max_new_tokens", default=None, low=1)
         if given is None:
@@ -245,8 +247,9 @@ class _Check:
         if given > room >= 1:
             self.fields.wrong(
                 "sampling_params.max_new_tokens",
-                f"prompt ({len(prompt)}) + max_new_tokens ({given}) = {len(prompt) + given} tokens, the model takes "
-                f"{longest}: give at most {room}, or shorten the prompt",
+                f"prompt ({len(prompt)}) + max_new_tokens ({given}) = {len(prompt) + given} tokens, which is longer "
+                f"than the model's context length {longest}: give at most {room}, or shorten the prompt",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
         return max(1, given)
 

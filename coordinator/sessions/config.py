@@ -74,6 +74,8 @@ class CoordinatorConfig:
         metrics_host: address of metrics_port; beyond loopback it needs TLS, and whoever reads a certificate.
         http_port: of the HTTP door (OpenAI's API, see docs/openai.md); 0 takes a free one. Default: no such door.
         http_host: address of the HTTP door, where it is not `host`.
+        http_cors: origin whose web pages may send requests to the HTTP door (CORS), such as https://chat.example, or *
+            for every one; may be given several times.
         chat_template: Jinja file that makes text of a conversation, where it is not the model's own.
         live_page: serve a page at /live of the HTTP door that shows token trees growing and being verified, with their
             text (docs/live-page.md). Without http_port it takes a free one, which the log says.
@@ -125,6 +127,7 @@ class CoordinatorConfig:
     metrics_host: str = "127.0.0.1"
     http_port: int | None = None
     http_host: str | None = None
+    http_cors: tuple[str, ...] = ()
     chat_template: Path | None = None
     live_page: bool = False
 
@@ -171,10 +174,11 @@ class CoordinatorConfig:
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
         self._check_shared()
+        for name in ("http_host", "http_cors"):
+            if self.http_port is None and (value := getattr(self, name)):
+                raise ValueError(f"{name}: {value} given, with http_port needed")
         if self.http_host is None:
             return
-        if self.http_port is None:
-            raise ValueError(f"http_host: {self.http_host} given, with http_port needed")
         try:
             check_bind(self.http_host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
         except ValueError as error:

@@ -33,12 +33,22 @@ class OutriderError(Exception):
     """Root of the tree."""
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
 @dataclass(frozen=True)
 class FieldViolation:
-    """One wrong field: its path in the request, and what to change."""
+    """One wrong field: its path in the request, and what to change.
+
+    Attributes:
+        field: the path.
+        description: what is wrong, and what to give instead.
+        code: for programs, where OpenAI's API has a word for it, as `CONTEXT_LENGTH_EXCEEDED`; empty for none.
+    """
 
     field: str
     description: str
+    code: str = ""
 
 
 class InvalidRequest(OutriderError):

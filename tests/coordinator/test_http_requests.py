@@ -148,7 +148,12 @@ def test_what_changes_nothing_is_ignored_and_what_is_not_served_is_refused() -> 
     completion(n=3, best_of=3)
     for name, value in {"best_of": 4, "suffix": "x", "use_beam_search": True, "skip_special_tokens": False}.items():
         assert name in wrong(completion, **{name: value})
-    chat(modalities=["text"], function_call="none", tools=[{"type": "function"}], tool_choice="none")
+    chat(
+        modalities=["text"],
+        function_call="none",
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        tool_choice="none",
+    )
     for name, value in {
         "modalities": ["audio"],
         "audio": {},

@@ -1,24 +1,28 @@
 """The HTTP door as one ASGI application: who may come in, which paths there are, and errors in one shape."""
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from outrider import __version__
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.http import errors
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.errors import error_response, json_response
-from outrider.coordinator.api.http.openai import openai_routes
+from outrider.coordinator.api.http.openai import REQUEST_ID_HEADER, header_id, openai_routes
+from outrider.coordinator.api.http.tokenizing import tokenizer_routes
 from outrider.coordinator.api.service import GenerationServicer
 from outrider.errors import OutriderError, Unauthenticated
 
-HEALTH = "/health"
+HEALTH, PING = "/health", "/ping"
 _SCHEME = b"bearer "
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
@@ -28,6 +32,8 @@ def create_app(
     service: GenerationServicer,
     *,
     template: ChatTemplate | NoChatTemplate | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    cors: Sequence[str] = (),
     is_serving: Callable[[], bool] = lambda: True,
     extra_routes: Sequence[BaseRoute] = (),
     open_paths: Collection[str] = (),
@@ -37,14 +43,21 @@ def create_app(
     Args:
         service: whose requests are served, and who may make them.
         template: of chats; None refuses them.
+        tokenizer_config: what the model's tokenizer_config.json says.
+        cors: origins whose pages may send requests; `*` is every one.
         is_serving: what /health says.
         extra_routes: of others, which share the listener.
         open_paths: that need no token where the coordinator asks for one; what ends with / stands for all below it.
     """
+    template = template or NoChatTemplate("this model has no chat template")
+    health = _health_route(is_serving)
     routes = [
-        Route(HEALTH, _health_route(is_serving), methods=["GET"]),
+        Route(HEALTH, health, methods=["GET"]),
+        Route(PING, health, methods=["GET", "POST"]),
+        Route("/version", _version, methods=["GET"]),
         *model_routes(service),
-        *openai_routes(service.generations, template or NoChatTemplate("this model has no chat template")),
+        *openai_routes(service.generations, template),
+        *tokenizer_routes(service.generations, template, tokenizer_config or {}),
         *extra_routes,
     ]
     app = Starlette(
@@ -55,7 +68,31 @@ def create_app(
             Exception: errors.on_defect,
         },
     )
-    return _TokenGuard(app, service.access, {HEALTH, *open_paths})
+    guarded = _RequestIds(_TokenGuard(app, service.access, {HEALTH, PING, *open_paths}))
+    if not cors:
+        return guarded
+    # A browser asks first, without a token.
+    return CORSMiddleware(
+        guarded, cors, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER]
+    )
+
+
+class _RequestIds:
+    """Puts the request's id into every response: the one that it came with, or a new one."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request_id = header_id(scope) or uuid.uuid4().hex
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (REQUEST_ID_HEADER.encode(), request_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 class _TokenGuard:
@@ -98,6 +135,10 @@ def _health_route(is_serving: Callable[[], bool]) -> Callable[[Request], Awaitab
         return json_response({"status": "draining"}, status=503)
 
     return health
+
+
+async def _version(request: Request) -> Response:
+    return json_response({"version": __version__})
 
 
 def model_routes(service: GenerationServicer) -> list[BaseRoute]:

@@ -108,7 +108,7 @@ def load_chat_template(folder: Path, override: Path | None = None) -> ChatTempla
         CheckpointError: `override` cannot be used. A checkpoint's own template that cannot be used is logged instead:
             its model can still complete.
     """
-    config = _tokenizer_config(folder)
+    config = read_tokenizer_config(folder)
     special_tokens = _special_tokens(config)
     if override is not None:
         try:
@@ -137,7 +137,8 @@ def _own_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     return given if isinstance(given, str) else None
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json says; nothing where there is none, or none that can be read."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -62,7 +62,9 @@ def status_of(error: errors.OutriderError) -> int:
 def error_body(error: errors.OutriderError) -> dict[str, Any]:
     """The error as JSON."""
     _, kind, code = _kind(error)
-    param = error.violations[0].field if isinstance(error, errors.InvalidRequest) and error.violations else None
+    param = None
+    if isinstance(error, errors.InvalidRequest) and error.violations:
+        param, code = error.violations[0].field, code or error.violations[0].code or None
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 

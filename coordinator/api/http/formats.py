@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 from outrider import __version__
 from outrider.coordinator.api.http.parameters import Asked
-from outrider.coordinator.sessions.messages import ChoiceResult, TokenDelta, TokenLogprobs
+from outrider.coordinator.api.http.tool_calls import CallParser, CallPiece, call_id
+from outrider.coordinator.sessions.messages import ChoiceResult, FinishReason, TokenDelta, TokenLogprobs
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
 FINGERPRINT = f"outrider-{__version__}"
-DONE = b"data: [DONE]\n\n"
+DONE = "data: [DONE]\n\n"
 # JSON has no infinity.
 _LEAST_LOGPROB = -9999.0
 
@@ -29,15 +30,19 @@ class Format(Protocol):
         ...
 
     def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
-        """New tokens of choice `index` of the response."""
+        """New tokens of choice `index` of the response; nothing where they are not told yet."""
         ...
 
     def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
         """Why a choice ended."""
         ...
 
-    def usage(self, usage: str, metrics: str) -> str:
-        """The chunk without choices at the end."""
+    def end(self, usage: dict[str, Any], metrics: dict[str, Any]) -> str:
+        """The end of a stream."""
+        ...
+
+    def failed(self, error: dict[str, Any]) -> str:
+        """The end of a stream that an error has ended."""
         ...
 
     def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
@@ -67,8 +72,8 @@ class WholeChoice:
             self.logprobs.append(logprobs)
 
 
-class _Response:
-    """What both formats have: the same head in front of every chunk, the same end."""
+class ChoicesFormat:
+    """What completions and chats have in common: the same head in front of every chunk, the same end."""
 
     _lists: Sequence[str]
     """What log probabilities are sent as, and what is null beside these lists."""
@@ -83,32 +88,65 @@ class _Response:
             "model": model,
             "system_fingerprint": FINGERPRINT,
         }
-        self._head = f"data: {_compact(self._about)[:-1]}," + '"choices":['
+        self._head = f"data: {compact(self._about)[:-1]}," + '"choices":['
         self._tail = ',"usage":null}\n\n' if asked.include_usage else "}\n\n"
 
-    def _end(self, usage: str) -> str:
-        return f',"usage":{usage}}}\n\n' if usage else self._tail
+    def end(self, usage: dict[str, Any], metrics: dict[str, Any]) -> str:
+        """The end of a stream."""
+        told = f"{self._head}],{compact({'usage': usage} | metrics)[1:]}\n\n" if self._asked.include_usage else ""
+        return told + DONE
+
+    def failed(self, error: dict[str, Any]) -> str:
+        """The end of a stream that an error has ended."""
+        return f"data: {json.dumps(error)}\n\n{DONE}"
+
+    def _piece(
+        self,
+        index: int,
+        body: str,
+        *,
+        logprobs: str = "null",
+        reason: str = "null",
+        rest: str = "",
+        about: str = "",
+        usage: str = "",
+    ) -> str:
+        """One chunk of one choice: `rest` is more of the choice, `about` of the chunk."""
+        choice = f'{{"index":{index},{body},"logprobs":{logprobs},"finish_reason":{reason}{rest}}}'
+        end = f',"usage":{usage}}}\n\n' if usage else self._tail
+        return f"{self._head}{choice}]{about}{end}"
+
+    def _told_logprobs(self, delta: TokenDelta, index: int) -> str:
+        return "null" if delta.logprobs is None else self._named(self.logprobs(delta, index))
+
+    def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
+        """Of new tokens."""
+        raise NotImplementedError
 
     def _ids(self, delta: TokenDelta) -> str:
         return f',"token_ids":[{",".join(map(str, delta.token_ids))}]' if self._asked.return_token_ids else ""
 
-    def usage(self, usage: str, metrics: str) -> str:
-        """The chunk without choices at the end."""
-        return f'{self._head}],"usage":{usage}{metrics}}}\n\n'
+    def _prompt_ids(self, prompt_token_ids: Sequence[int]) -> str:
+        return f',"prompt_token_ids":{compact(list(prompt_token_ids))}' if self._asked.return_token_ids else ""
 
     def _whole(self, choices: Sequence[str], rest: dict[str, Any]) -> str:
-        return f'{_compact(self._about)[:-1]},"choices":[{",".join(choices)}],{_compact(rest)[1:]}'
+        return f'{compact(self._about)[:-1]},"choices":[{",".join(choices)}],{compact(rest)[1:]}'
 
     def _whole_choice(self, content: dict[str, Any], logprobs: Sequence[Sequence[str]]) -> str:
         told = "null"
         if self._asked.logprobs is not None:
             told = self._named([",".join(each) for each in zip(*logprobs, strict=True)] or [""] * len(self._lists))
-        return f'{_compact(content)[:-1]},"logprobs":{told}}}'
+        return f'{compact(content)[:-1]},"logprobs":{told}}}'
 
     def _named(self, lists: Sequence[str]) -> str:
         """The lists of log probabilities, under their names."""
         named = [f'"{name}":[{each}]' for name, each in zip(self._lists, lists, strict=True)]
         return "{" + ",".join([*named, *(f'"{name}":null' for name in self._null)]) + "}"
+
+    def _stop_reason(self, choice: ChoiceResult) -> int | str | None:
+        """The stop token or string that the request has named; null where the model has ended its text by itself."""
+        asked = self._asked.requests[0].sampling_params.stop_token_ids
+        return choice.stop_token_id if choice.stop_token_id in asked else choice.stop_string
 
     def _token(self, token_id: int) -> str:
         return "" if self._tokenizer is None else self._tokenizer.token_text(token_id)
@@ -117,7 +155,7 @@ class _Response:
         return [] if self._tokenizer is None else list(self._tokenizer.piece(token_id))
 
 
-class CompletionFormat(_Response):
+class CompletionFormat(ChoicesFormat):
     """Of /v1/completions.
 
     Args:
@@ -137,26 +175,22 @@ class CompletionFormat(_Response):
 
     def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
         """The chunk before a choice's first tokens, or nothing."""
-        ids = f',"prompt_token_ids":{_compact(list(prompt_token_ids))}' if self._asked.return_token_ids else ""
-        if not echo and not ids:
-            return ""
-        start = f'{self._head}{{"index":{index},"text":{quoted(echo)},"logprobs":null'
-        return f'{start},"finish_reason":null,"stop_reason":null{ids}}}]{self._tail}'
+        ids = self._prompt_ids(prompt_token_ids)
+        return self._text(index, echo, rest=ids) if echo or ids else ""
 
     def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
         """New tokens of choice `index` of the response."""
-        logprobs = "null" if delta.logprobs is None else self._named(self.logprobs(delta, index))
-        return (
-            f'{self._head}{{"index":{index},"text":{quoted(delta.text)},"logprobs":{logprobs},'
-            f'"finish_reason":null,"stop_reason":null{self._ids(delta)}}}]{self._end(usage)}'
-        )
+        logprobs = self._told_logprobs(delta, index)
+        return self._text(index, delta.text, logprobs=logprobs, rest=self._ids(delta), usage=usage)
+
+    def _text(self, index: int, text: str, *, logprobs: str = "null", rest: str = "", usage: str = "") -> str:
+        body = f'"text":{quoted(text)}'
+        return self._piece(index, body, logprobs=logprobs, rest=f',"stop_reason":null{rest}', usage=usage)
 
     def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
         """Why a choice ended."""
-        return (
-            f'{self._head}{{"index":{index},"text":"","logprobs":null,'
-            f'"finish_reason":"{choice.finish_reason}","stop_reason":{_stop_reason(choice)}}}]{self._end(usage)}'
-        )
+        rest = f',"stop_reason":{json.dumps(self._stop_reason(choice))}'
+        return self._piece(index, '"text":""', reason=f'"{choice.finish_reason}"', rest=rest, usage=usage)
 
     def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: dict[str, Any]) -> str:
         """The response that is not a stream."""
@@ -168,7 +202,7 @@ class CompletionFormat(_Response):
             "index": index,
             "text": "".join(choice.texts),
             "finish_reason": str(choice.result.finish_reason),
-            "stop_reason": _raw_stop_reason(choice.result),
+            "stop_reason": self._stop_reason(choice.result),
         }
         if self._asked.return_token_ids:
             content |= {"prompt_token_ids": list(choice.prompt_token_ids), "token_ids": choice.token_ids}
@@ -190,7 +224,7 @@ class CompletionFormat(_Response):
             offset += len(text)
         self._offsets[index] = offset
         lists = (tokens, values, offsets, best) if self._asked.logprobs else (tokens, values, offsets)
-        return [_compact(each)[1:-1] for each in lists]
+        return [compact(each)[1:-1] for each in lists]
 
     def _best(self, logprobs: TokenLogprobs, place: int, chosen: int) -> dict[str, float]:
         """The best ones by their text, and the chosen one beside them where it is not among them."""
@@ -203,34 +237,44 @@ class CompletionFormat(_Response):
         return named
 
 
-class ChatFormat(_Response):
+class ChatFormat(ChoicesFormat):
     """Of /v1/chat/completions; arguments as of `CompletionFormat`."""
 
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         super().__init__(asked, kind=kind, model=model, created=created, tokenizer=tokenizer)
         self._lists, self._null = ("content",), ("refusal",)
+        # Of each choice whose model may call functions.
+        self._parsers: dict[int, CallParser] = {}
 
     def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
         """The chunk before a choice's first tokens, or nothing."""
-        ids = f',"prompt_token_ids":{_compact(list(prompt_token_ids))}' if self._asked.return_token_ids else ""
-        delta = '{"role":"assistant","content":""}'
-        return f'{self._head}{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{ids}{self._tail}'
+        body = '"delta":{"role":"assistant","content":""}'
+        return self._piece(index, body, about=self._prompt_ids(prompt_token_ids))
 
     def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
-        """New tokens of choice `index` of the response."""
-        logprobs = "null" if delta.logprobs is None else self._named(self.logprobs(delta, index))
-        return (
-            f'{self._head}{{"index":{index},"delta":{{"content":{quoted(delta.text)}}},"logprobs":{logprobs},'
-            f'"finish_reason":null{self._ids(delta)}}}]{self._end(usage)}'
-        )
+        """New tokens of choice `index` of the response; nothing where they are not told yet."""
+        told = f'{{"content":{quoted(delta.text)}}}'
+        if self._asked.tools is not None:
+            parser = self._parsers.setdefault(index, CallParser(self._asked.tools))
+            pieces = parser.push(delta.text)
+            if not pieces and delta.logprobs is None and not usage and not self._asked.return_token_ids:
+                return ""
+            told = _delta(pieces)
+        logprobs = self._told_logprobs(delta, index)
+        return self._piece(index, f'"delta":{told}', logprobs=logprobs, rest=self._ids(delta), usage=usage)
 
     def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
         """Why a choice ended."""
-        return (
-            f'{self._head}{{"index":{index},"delta":{{}},"logprobs":null,'
-            f'"finish_reason":"{choice.finish_reason}","stop_reason":{_stop_reason(choice)}}}]{self._end(usage)}'
-        )
+        parser, before = self._parsers.get(index), ""
+        if parser is not None and (pieces := parser.push("", is_last=True)):
+            before = self._piece(index, f'"delta":{_delta(pieces)}')
+        reason, rest = self._reason(choice, parser), f',"stop_reason":{json.dumps(self._stop_reason(choice))}'
+        return before + self._piece(index, '"delta":{}', reason=f'"{reason}"', rest=rest, usage=usage)
+
+    def _reason(self, choice: ChoiceResult, parser: CallParser | None) -> str:
+        is_call = parser is not None and parser.calls > 0 and parser.is_free
+        return "tool_calls" if is_call and choice.finish_reason is FinishReason.STOP else choice.finish_reason
 
     def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: dict[str, Any]) -> str:
         """The response that is not a stream."""
@@ -241,11 +285,19 @@ class ChatFormat(_Response):
 
     def _choice(self, index: int, choice: WholeChoice) -> str:
         assert choice.result is not None
-        content: dict[str, Any] = {
+        text, parser = "".join(choice.texts), None
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._asked.tools is not None:
+            parser = CallParser(self._asked.tools)
+            content, calls = parser.whole(text)
+            message["content"] = content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = calls
+        content = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-            "finish_reason": str(choice.result.finish_reason),
-            "stop_reason": _raw_stop_reason(choice.result),
+            "message": message,
+            "finish_reason": self._reason(choice.result, parser),
+            "stop_reason": self._stop_reason(choice.result),
         }
         if self._asked.return_token_ids:
             content["token_ids"] = choice.token_ids
@@ -263,7 +315,7 @@ class ChatFormat(_Response):
                 pairs = zip(logprobs.top_token_ids[place], logprobs.top_logprobs[place], strict=True)
                 best = [self._entry(other, value) for other, value in pairs]
             content.append(entry | {"top_logprobs": best})
-        return [_compact(content)[1:-1]]
+        return [compact(content)[1:-1]]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self._token(token_id), "logprob": _finite(logprob), "bytes": self._bytes(token_id)}
@@ -273,13 +325,19 @@ def _finite(logprob: float) -> float:
     return max(float(logprob), _LEAST_LOGPROB)
 
 
-def _raw_stop_reason(choice: ChoiceResult) -> int | str | None:
-    return choice.stop_token_id if choice.stop_token_id is not None else choice.stop_string
+def _delta(pieces: Sequence[CallPiece]) -> str:
+    """A message's delta: the text that is new, and what is new of calls."""
+    content, calls = "".join(piece.content for piece in pieces), dict[int, dict[str, Any]]()
+    for piece in pieces:
+        if piece.name:
+            function = {"name": piece.name, "arguments": ""}
+            calls[piece.call] = {"index": piece.call, "id": call_id(), "type": "function", "function": function}
+        if piece.arguments:
+            call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
+            call["function"]["arguments"] += piece.arguments
+    return compact(({"content": content} if content else {}) | ({"tool_calls": list(calls.values())} if calls else {}))
 
 
-def _stop_reason(choice: ChoiceResult) -> str:
-    return json.dumps(_raw_stop_reason(choice))
-
-
-def _compact(value: Any) -> str:
+def compact(value: Any) -> str:
+    """JSON without white space."""
     return json.dumps(value, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: read the request, run it as every door does, send what comes.
+"""/v1/completions, /v1/chat/completions and /v1/responses: read the request, run it, send what comes.
 
     JSON ──> Asked ── GenerateRequest, one a prompt ──> Generations ── events ──> Format ──> JSON, or server-sent events
 
@@ -25,10 +25,11 @@ from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemp
 from outrider.coordinator.api.http.disconnect import UntilDisconnect
 from outrider.coordinator.api.http.errors import error_body
 from outrider.coordinator.api.http.fields import read_json_object
-from outrider.coordinator.api.http.formats import DONE, ChatFormat, CompletionFormat, Format, WholeChoice
+from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, Format, WholeChoice
 from outrider.coordinator.api.http.parameters import Asked, renamed
 from outrider.coordinator.api.http.request_metrics import RequestMetrics
 from outrider.coordinator.api.http.requests import REQUEST_ID, read_chat, read_completion
+from outrider.coordinator.api.http.responses import ResponsesFormat, read_response
 from outrider.coordinator.api.validation import max_request_bytes
 from outrider.coordinator.sessions.messages import (
     GenerationEvent,
@@ -51,12 +52,14 @@ _EVENT_STREAM = [
     (b"x-accel-buffering", b"no"),
 ]
 
+REQUEST_ID_HEADER = "x-request-id"
+
 Event = GenerationRequest | GenerationEvent
 ReadRequest = Callable[[Mapping[str, Any], str | None], Asked]
 
 
 def openai_routes(generations: Generations, template: ChatTemplate | NoChatTemplate) -> list[BaseRoute]:
-    """The routes of both.
+    """The routes of all three.
 
     Args:
         generations: the way to the scheduler.
@@ -71,15 +74,20 @@ def openai_routes(generations: Generations, template: ChatTemplate | NoChatTempl
         model, tokenizer = generations.model.name, generations.tokenizer
         return read_chat(content, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
 
+    def response(content: Mapping[str, Any], request_id: str | None) -> Asked:
+        model, tokenizer = generations.model.name, generations.tokenizer
+        return read_response(content, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
+
     endpoints = {
         "/v1/completions": Endpoint(generations, completion, CompletionFormat),
         "/v1/chat/completions": Endpoint(generations, chat, ChatFormat),
+        "/v1/responses": Endpoint(generations, response, ResponsesFormat),
     }
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
 
 
 class Endpoint:
-    """One of the two, as an ASGI application.
+    """One of them, as an ASGI application.
 
     Args:
         generations: the way to the scheduler.
@@ -120,7 +128,7 @@ class Endpoint:
 
     async def _asked(self, scope: Any, receive: Any) -> Asked:
         content, size = await read_json_object(scope, receive, most_bytes=self._most_bytes)
-        request_id = _header_id(Request(scope))
+        request_id = header_id(scope)
         try:
             if size < LARGE_REQUEST_BYTES:
                 return self._read(content, request_id)
@@ -155,11 +163,11 @@ class _Response:
             async for prompt, event in events:
                 if text := self._chunks(prompt, event):
                     await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
-            end = self._end()
+            end = self._format.end(self._metrics.usage(), self._metrics.metrics())
         except OutriderError as error:
-            end = f"data: {json.dumps(error_body(error))}\n\n"
+            end = self._format.failed(error_body(error))
         connection.answered()
-        await send({"type": "http.response.body", "body": end.encode("ascii") + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": end.encode("ascii"), "more_body": False})
 
     async def collect(self, events: AsyncGenerator[tuple[int, Event], None]) -> str:
         """The whole response."""
@@ -215,13 +223,6 @@ class _Response:
     def _first(self, prompt: int, index: int) -> str:
         self._begun.add(index)
         return self._format.first(index, self._prompts[prompt], self._asked.echo[prompt])
-
-    def _end(self) -> str:
-        if not self._asked.include_usage:
-            return ""
-        metrics = self._metrics.metrics()
-        rest = f',"metrics":{json.dumps(metrics["metrics"])}' if metrics else ""
-        return self._format.usage(json.dumps(self._metrics.usage()), rest)
 
 
 async def _all_events(
@@ -288,7 +289,7 @@ async def _merged(generations: Generations, asked: Asked, caller: Caller) -> Asy
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _header_id(request: Request) -> str | None:
+def header_id(scope: Any) -> str | None:
     """The id that a proxy in front gave the request; one of another form is not used."""
-    given = request.headers.get("x-request-id")
+    given = Request(scope).headers.get(REQUEST_ID_HEADER)
     return given if given and REQUEST_ID.fullmatch(given) else None

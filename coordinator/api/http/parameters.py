@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.coordinator.api.http.fields import Fields
 from outrider.coordinator.api.http.structured_fields import read_structured_outputs
+from outrider.coordinator.api.http.tool_calls import Tools
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import WORDS, source_of_word, to_proto
 from outrider.sampling import VerificationRule
@@ -52,6 +53,8 @@ NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }
 METRICS_LEVELS = ("none", "summary", "detailed")
 MAX_PROMPTS = 128
+# OpenAI's, which clients rely on.
+_MOST_TEMPERATURE = 2
 _SEED_SPAN = 1 << 64
 
 _MODES = {
@@ -86,6 +89,7 @@ class Asked:
         names: of each of `requests`, how fields are called here that the common checks may find wrong (`renamed`).
         request_id: the client's own, or made here.
         is_new: it was made here.
+        tools: that the model may call.
         traceparent: of the client's span, where both ends trace.
     """
 
@@ -101,15 +105,22 @@ class Asked:
     names: Sequence[Mapping[str, str]]
     request_id: str
     is_new: bool
+    tools: Tools | None = None
     traceparent: str = ""
 
 
-def read_sampling(fields: Fields) -> generation_pb2.SamplingParams:
-    """Everything but log probabilities and the output's length, which the two kinds of request spell differently."""
+def read_sampling(fields: Fields) -> tuple[generation_pb2.SamplingParams, Mapping[str, str]]:
+    """Everything but log probabilities and the output's length, which the two kinds of request spell differently.
+
+    Returns:
+        The parameters, and how structured outputs are called here.
+    """
     params = generation_pb2.SamplingParams()
     # OpenAI's default is to sample.
     temperature = fields.number("temperature")
     params.temperature = 1.0 if temperature is None else temperature
+    if params.temperature > _MOST_TEMPERATURE:
+        fields.wrong("temperature", f"{temperature:g} given, 0 to {_MOST_TEMPERATURE} needed")
     for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         if (value := fields.number(name)) is not None:
             setattr(params, name, value)
@@ -126,8 +137,7 @@ def read_sampling(fields: Fields) -> generation_pb2.SamplingParams:
     params.allowed_token_ids.extend(fields.token_ids("allowed_token_ids"))
     params.ignore_eos = fields.flag("ignore_eos")
     _read_logit_bias(fields, params)
-    read_structured_outputs(fields, params)
-    return params
+    return params, read_structured_outputs(fields, params)
 
 
 def read_length(fields: Fields, params: generation_pb2.SamplingParams, *names: str) -> str:
@@ -248,9 +258,11 @@ def _renamed(violation: FieldViolation, names: Mapping[str, str]) -> FieldViolat
     field = violation.field.removeprefix("sampling_params.")
     head = re.match(r"[A-Za-z_]+(\.ids)?", field)
     known = names.get(head[0]) or _NAMES.get(head[0]) if head else None
-    if head and known:
+    if field in names:
+        field = names[field]
+    elif head and known:
         field = known + field[head.end() :]
     description = violation.description
     for ours, usual in _NAMES.items():
         description = description.replace(ours, names.get(ours, usual))
-    return FieldViolation(field, description)
+    return FieldViolation(field, description, violation.code)

@@ -1,5 +1,6 @@
 """The two kinds of request, from JSON to an `Asked`: /v1/completions and /v1/chat/completions."""
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from outrider.coordinator.api.http.parameters import (
     read_streaming,
     refuse_what_is_not_served,
 )
+from outrider.coordinator.api.http.structured_fields import names_of
+from outrider.coordinator.api.http.tool_calls import Calling, Tools, read_tools
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.v1 import generation_pb2
@@ -43,9 +46,9 @@ def read_completion(
         InvalidRequest: names every field that is wrong in itself; what depends on the model is checked later.
     """
     fields = Fields(content)
-    _check_model(fields, model)
+    check_model(fields, model)
     prompts = _prompts(fields)
-    params = read_sampling(fields)
+    params, structured_names = read_sampling(fields)
     length_name = read_length(fields, params, "max_tokens")
     logprobs = fields.whole("logprobs", low=0, high=_ANY_COUNT)
     if logprobs is not None:
@@ -69,8 +72,10 @@ def read_completion(
             request.token_ids.ids.extend(ids)  # pyright: ignore[reportArgumentType] a str has become ids
         requests.append(request)
     is_list = len(prompts) > 1
-    names = [{"max_new_tokens": length_name, **_prompt_names(f"prompt[{i}]" if is_list else "prompt")}
-             for i in range(len(prompts))]  # fmt: skip
+    names = [
+        {"max_new_tokens": length_name, **structured_names, **_prompt_names(f"prompt[{i}]" if is_list else "prompt")}
+        for i in range(len(prompts))
+    ]
     return Asked(
         requests=_with_ids(requests, common["request_id"]),
         choices=choices,
@@ -89,30 +94,29 @@ def read_chat(
     tokenizer: TextTokenizer | None,
     template: ChatTemplate | NoChatTemplate,
     request_id: str | None = None,
+    prefix: str = "chatcmpl",
 ) -> Asked:
-    """A request to /v1/chat/completions; arguments and errors as of `read_completion`."""
+    """A request to /v1/chat/completions; as `read_completion`, and `prefix` is in front of the response's id."""
     fields = Fields(content)
-    _check_model(fields, model)
-    messages = _messages(fields)
-    params = read_sampling(fields)
+    check_model(fields, model)
+    params, structured_names = read_sampling(fields)
     length_name = read_length(fields, params, "max_completion_tokens", "max_tokens")
     logprobs = _chat_logprobs(fields)
     if logprobs is not None:
         params.logprobs = logprobs
-    _refuse_tools(fields)
-    options = {
-        "add_generation_prompt": fields.flag("add_generation_prompt", default=True),
-        "more": _template_names(fields),
-    }
+    tools = read_tools(fields, params)
+    if tools is not None and tools.calling is not Calling.FREE:
+        structured_names = names_of("tools")
+    conversation = read_conversation(fields, tools)
     has_special_tokens = fields.flag("add_special_tokens")
-    common = _common(fields, params, request_id=request_id, prefix="chatcmpl")
+    common = _common(fields, params, request_id=request_id, prefix=prefix)
     choices = params.n or 1
     refuse_what_is_not_served(fields, NEUTRAL | NEUTRAL_IN_CHAT, choices=choices)
     if tokenizer is None:
         fields.wrong("messages", "this model has no tokenizer: send token ids to /v1/completions")
     fields.check()
     assert tokenizer is not None
-    text = template.render(messages, **options)
+    text = template.render(**conversation)
     # Roles, and what else the template was given, are in it, too.
     fields.is_text("messages", text)
     fields.check()
@@ -124,19 +128,33 @@ def read_chat(
         choices=choices,
         logprobs=logprobs,
         echo=[""],
-        names=[{"max_new_tokens": length_name, "logprobs": "top_logprobs", **_prompt_names("messages")}],
+        names=[
+            {"max_new_tokens": length_name, "logprobs": "top_logprobs", **structured_names, **_prompt_names("messages")}
+        ],
         request_id=common["request_id"],
+        tools=tools,
         **common["asked"],
     )
+
+
+def read_conversation(fields: Fields, tools: Tools | None = None) -> dict[str, Any]:
+    """Return what a chat's template is rendered with, as arguments of `ChatTemplate.render`."""
+    return {
+        "messages": _messages(fields),
+        "add_generation_prompt": fields.flag("add_generation_prompt", default=True),
+        "more": _template_names(fields) | ({"tools": tools.functions} if tools is not None else {}),
+    }
 
 
 def _common(
     fields: Fields, params: generation_pb2.SamplingParams, *, request_id: str | None, prefix: str
 ) -> dict[str, Any]:
     """What both kinds read alike: for every GenerateRequest, for the Asked, and the request's id."""
-    given = fields.text("request_id") or request_id
+    given = fields.text("request_id")
     if given is not None and not REQUEST_ID.fullmatch(given):
         fields.wrong("request_id", "up to 64 letters, digits and . _ : - needed")
+    # Proxies may give one id to several requests, and all are served.
+    own_id = uuid.uuid4().hex if request_id is None else f"{request_id}-{uuid.uuid4().hex[:8]}"
     metrics = read_metrics(fields)
     return {
         # Whoever asks how each of its verifications went gets them counted as they come.
@@ -147,7 +165,7 @@ def _common(
             "metrics": metrics,
             "is_new": given is None,
         },
-        "request_id": f"{prefix}-{given or uuid.uuid4().hex}",
+        "request_id": f"{prefix}-{given or own_id}",
     }
 
 
@@ -163,7 +181,12 @@ def _prompt_names(name: str) -> dict[str, str]:
     return {"text": name, "token_ids.ids": name, "token_ids": name, "prompt": name}
 
 
-def _check_model(fields: Fields, served: str) -> None:
+def check_model(fields: Fields, served: str) -> None:
+    """Refuse a request for another model than the one that is served.
+
+    Raises:
+        UnknownModel: it names another one.
+    """
     given = fields.text("model")
     if given and given != served:
         raise UnknownModel(given[:200], served)
@@ -229,7 +252,28 @@ def _message(fields: Fields, path: str, message: Any) -> dict[str, Any]:
         fields.wrong(f"{path}.content", "a string, or a list of parts, needed")
     elif content is not None:
         fields.is_text(f"{path}.content", content)
-    return {**message, "content": content}
+    return {**message, "content": content} | _with_objects(fields, path, message)
+
+
+def _with_objects(fields: Fields, path: str, message: dict[str, Any]) -> dict[str, Any]:
+    """The calls of an earlier answer, with their arguments as templates take them: objects in the place of JSON."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {}
+    found = list[dict[str, Any]]()
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not (isinstance(call, dict) and isinstance(function, dict) and isinstance(function.get("name"), str)):
+            fields.wrong(f"{path}.tool_calls", 'objects such as {"id": ..., "function": {"name": ...}} needed')
+            return {}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                fields.wrong(f"{path}.tool_calls", f"the arguments of {function['name'][:64]} are no JSON")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return {"tool_calls": found}
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
@@ -237,14 +281,6 @@ def _chat_logprobs(fields: Fields) -> int | None:
     if count and not wanted:
         fields.wrong("top_logprobs", "only with logprobs: true")
     return (count or 0) if wanted else None
-
-
-def _refuse_tools(fields: Fields) -> None:
-    tools, choice = fields.take("tools"), fields.take("tool_choice")
-    if tools and choice != "none":
-        fields.wrong("tools", 'tool calls are not served: leave them out, or give tool_choice "none"')
-    elif choice not in (None, "none", "auto"):
-        fields.wrong("tool_choice", 'tool calls are not served: only "none" and, without tools, "auto" are')
 
 
 def _template_names(fields: Fields) -> dict[str, Any]:

@@ -6,6 +6,7 @@ guided_*              vLLM's older ones
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from outrider.coordinator.api.http.fields import Fields
@@ -13,11 +14,16 @@ from outrider.v1 import generation_pb2
 
 # Of response_format, which has no word for it: without a bound, some models put out white space until they are cut off.
 _BRIEF = " ?"
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
-def read_structured_outputs(fields: Fields, params: generation_pb2.SamplingParams) -> None:
-    """Whichever of the three spellings is given; more than one is refused."""
+def read_structured_outputs(fields: Fields, params: generation_pb2.SamplingParams) -> Mapping[str, str]:
+    """Whichever of the three spellings is given; more than one is refused.
+
+    Returns:
+        The fields of GenerateRequest that the common checks may find wrong, to the one that was given here.
+    """
     given = [name for name in ("response_format", "structured_outputs", *_GUIDED) if name in fields]
     if len(given) > 1:
         fields.wrong(given[-1], f"{' and '.join(given)} given: give one of them")
@@ -29,6 +35,12 @@ def read_structured_outputs(fields: Fields, params: generation_pb2.SamplingParam
     if (pattern := fields.text("guided_whitespace_pattern")) is not None:
         params.structured_outputs.whitespace_pattern = pattern
     fields.take("guided_decoding_backend")
+    return {} if not given or given[0] == "structured_outputs" else names_of(given[0])
+
+
+def names_of(field: str) -> Mapping[str, str]:
+    """Return how the common checks call structured outputs, each name to the field that says them here."""
+    return dict.fromkeys(["structured_outputs", *(f"structured_outputs.{name}" for name in _CONSTRAINTS)], field)
 
 
 def _read_response_format(fields: Fields, params: generation_pb2.SamplingParams) -> None:
@@ -58,10 +70,9 @@ def _read_structured_object(fields: Fields, params: generation_pb2.SamplingParam
     wanted = fields.within("structured_outputs")
     if wanted is None:
         return
-    constraints = ("json", "regex", "choice", "grammar", "json_object")
-    given = [name for name in constraints if wanted.take(name) is not None]
+    given = [name for name in _CONSTRAINTS if wanted.take(name) is not None]
     if len(given) != 1:
-        wanted.wrong("", f"one of {', '.join(constraints)} needed, {' and '.join(given) or 'none'} given")
+        wanted.wrong("", f"one of {', '.join(_CONSTRAINTS)} needed, {' and '.join(given) or 'none'} given")
         return
     _set_constraint(wanted, given[0], params, given[0], wanted.take(given[0]))
     for name in ("disable_any_whitespace", "disable_additional_properties"):
