@@ -91,8 +91,9 @@ def read_tools(fields: Fields, params: generation_pb2.SamplingParams) -> Tools |
     is_named = choice != "required"
     schema = _parameters(functions[names[0]]) if is_named else _list_schema(functions, is_parallel=is_parallel)
     params.structured_outputs.json = json.dumps(schema)
-    # Without a bound, some models put out white space until they are cut off.
+    # Without bounds, some models put out white space, or properties that nobody named, until they are cut off.
     params.structured_outputs.whitespace_pattern = " ?"
+    params.structured_outputs.disable_additional_properties = True
     return Tools(functions=given, names=names, calling=Calling.NAMED if is_named else Calling.REQUIRED)
 
 
