@@ -24,7 +24,7 @@ PIP_AUDIT := $(AUDIT_VENV)/bin/pip-audit
 AUDIT_PROBE := $(BIN)/python -c 'import json, sys, urllib.request as web; \
 	sys.exit(not json.load(web.urlopen("https://pypi.org/pypi/jinja2/3.1.2/json", timeout=5))["vulnerabilities"])'
 
-.PHONY: help setup demo test chaos check audit format protos docs bench pair clean
+.PHONY: help setup demo test chaos clients check audit format protos docs bench pair clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,6 +56,9 @@ SEED ?=
 
 chaos: setup ## faults in a running service: FAULTS=60, SEED=... for the same ones again
 	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
+
+clients: setup ## run examples/clients, each in an environment of its own out of PyPI
+	@$(BIN)/python -m pytest -q -m clients tests/end_to_end/test_examples.py
 
 check: setup ## formatting, lint, types, generated code, known vulnerabilities
 	@$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
 # /// script
 # dependencies = ["instructor==1.17.0"]
 # ///
+# pyright: reportMissingImports=false
 """An answer as an object of a class of yours, through instructor.
 
 python examples/clients/instructor_tools.py [BASE_URL]

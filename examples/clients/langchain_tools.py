@@ -1,6 +1,7 @@
 # /// script
 # dependencies = ["langchain-openai==1.7.4"]
 # ///
+# pyright: reportMissingImports=false
 """A chain of LangChain's whose model calls a function.
 
 python examples/clients/langchain_tools.py [BASE_URL]
@@ -21,7 +22,9 @@ def get_weather(city: Literal["Bern", "Oslo"]) -> str:
 
 
 base_url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
-model = ChatOpenAI(base_url=base_url, api_key=SecretStr("none"), model="target", temperature=0, max_completion_tokens=32)
+model = ChatOpenAI(
+    base_url=base_url, api_key=SecretStr("none"), model="target", temperature=0, max_completion_tokens=32
+)
 for chunk in model.stream("def fibonacci(n):\n"):
     print(chunk.text, end="", flush=True)
 print("\n---")

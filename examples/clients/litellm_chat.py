@@ -1,6 +1,7 @@
 # /// script
 # dependencies = ["litellm==1.110.2"]
 # ///
+# pyright: reportMissingImports=false
 """A chat through LiteLLM, streamed.
 
 python examples/clients/litellm_chat.py [BASE_URL]

@@ -1,6 +1,7 @@
 # /// script
 # dependencies = ["pydantic-ai-slim[openai]==2.66.0"]
 # ///
+# pyright: reportMissingImports=false
 """An agent of Pydantic AI whose answer is an object.
 
 python examples/clients/pydantic_ai_agent.py [BASE_URL]

@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -16,7 +13,6 @@ from outrider.client import Client
 from outrider.local import LocalService
 
 PROMPT = "def fibonacci(n):\n"
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "openai_client.py"
 
 
 @pytest.fixture
@@ -121,12 +117,3 @@ def test_json_schema_by_the_official_client(client: openai.OpenAI) -> None:
     value = json.loads(contents[0] or "")
     assert value.keys() == {"even", "size"}
     assert value["size"] in ("small", "large")
-
-
-def test_the_example_runs(one_draft: LocalService) -> None:
-    command = [sys.executable, str(EXAMPLE), "--base-url", f"{one_draft.http_url}/v1"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "equal: True" in run.stdout
-    assert "tokens a verification" in run.stdout
-    assert "temperature - temperature: -1 given" in run.stdout
