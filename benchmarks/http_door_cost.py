@@ -55,7 +55,7 @@ class Script:
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
 
-    def check_room(self, choices: int = 1) -> None:
+    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
         """There always is."""
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> "Script":

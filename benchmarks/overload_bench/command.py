@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--places", type=int, default=8, help="sessions that run at a time (default 8)")
     add("--max-new-tokens", type=int, default=48, help="of a request (default 48)")
-    add("--max-queue", type=int, default=None, help="of the coordinator; default its own")
+    add("--max-queue", type=int, default=16, help="of the coordinator: short, so that it is full (default 16)")
     add("--max-queue-wait-s", type=float, default=None, help="of the coordinator; default none")
     add("--normal", type=float, default=1.0, help="normal load, as a share of capacity")
     add("--overload", type=float, default=4.0, help="times capacity")

@@ -60,11 +60,11 @@ class RunningGeneration(Protocol):
 class Submitter(Protocol):
     """What the doors need of the scheduler."""
 
-    def check_room(self, choices: int = 1) -> None:
-        """Whether a request of so many choices would find room.
+    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
+        """Look for room for a request of so many choices, which may have its entry in the queue already.
 
         Raises:
-            Overloaded: it would not.
+            Overloaded: there is none.
         """
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> RunningGeneration:
@@ -120,20 +120,27 @@ class Generations:
         self.on_refusal: Callable[[OutriderError], None] = lambda error: None
         """Hears of every request that ends before it has begun."""
 
-    def check_room(self, choices: int = 1) -> None:
-        """Whether a request of so many choices would find room; a door that prepares much asks before.
+    def check_room(self) -> None:
+        """Look for room for one more request; a door that prepares much asks before.
 
         Raises:
-            Overloaded: it would not.
+            Overloaded: there is none.
         """
         try:
-            self._scheduler.check_room(choices)
+            self._scheduler.check_room()
         except OutriderError as error:
             self.on_refusal(error)
             raise
 
     async def stream(
-        self, request: generation_pb2.GenerateRequest, caller: Caller, *, traceparent: str = "", is_new: bool = False
+        self,
+        request: generation_pb2.GenerateRequest,
+        caller: Caller,
+        *,
+        connection: str = "",
+        queued_as: str = "",
+        traceparent: str = "",
+        is_new: bool = False,
     ) -> AsyncGenerator[GenerationRequest | GenerationEvent, None]:
         """The request with every default filled in, then its events; the last one is the GenerationResult.
 
@@ -142,6 +149,8 @@ class Generations:
         Args:
             request: as it came from outside.
             caller: whose it is.
+            connection: that it came by: where nobody is asked for a name, connections take turns in the queue.
+            queued_as: name of the entry in the queue that it shares with other prompts of one request.
             traceparent: of the caller's span, where it traces.
             is_new: its id was made up by the door: it runs nowhere else.
 
@@ -159,12 +168,14 @@ class Generations:
         has_begun = False
         try:
             # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
-            self._scheduler.check_room()
+            self._scheduler.check_room(entry=queued_as)
             with caller.admitted(request_id, choices=request.sampling_params.n or 1):
                 key = (caller.name, request_id)
                 seed_elsewhere = None if is_new else await self._seed_elsewhere(request, key)
                 checked, text_streams = await self._check(request, key, seed_elsewhere)
-                checked = replace(checked, caller=caller.name, spans=spans)
+                checked = replace(
+                    checked, caller=caller.name, client=caller.name or connection, queued_as=queued_as, spans=spans
+                )
                 generation = self._scheduler.submit(checked, text_streams)
                 has_begun = True
                 logger.debug("request %s begins", request_id, extra=about(request_id=request_id))

@@ -72,7 +72,8 @@ class GenerationServicer:
         try:
             caller = self.access.caller(context)
             parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
-            async with contextlib.aclosing(self.generations.stream(request, caller, traceparent=parent)) as events:
+            begun = self.generations.stream(request, caller, connection=context.peer(), traceparent=parent)
+            async with contextlib.aclosing(begun) as events:
                 checked = await anext(events)
                 assert isinstance(checked, GenerationRequest)
                 # Before anything else runs: from its first event on.

@@ -1,19 +1,19 @@
-"""Whether a request may wait, decided when it arrives: the queue is bounded in number and in time.
+"""Whether a request may wait, decided when it arrives: the queue is bounded in number, in memory and in time.
 
 With P places that are all taken, and runs of r seconds on average, a place becomes free every r / P seconds (Little's
-law). So the k-th of the queue waits
+law). So the k-th choice of the queue waits
 
     wait(k) = k r / P
 
-whatever the mix of lengths, with no model of the target. A queue half as long as the places are many makes a request
-wait half as long as it runs. By default that is the most: steps take longer, too, where all places are taken, and so
-what a request takes under overload stays within twice of what it takes else. A bound in seconds can be set beside it,
-for those who wait for the first token.
+whatever the mix of lengths, with no model of the target. By default as many requests may wait as begin within a
+minute, and never fewer than a thousand, or four for each place: a client would rather wait than be sent away. A bound
+in seconds can be set beside it, for those who wait for the first token.
+
+Whoever is refused is told when to come back, each later than the one before by the time that a request takes to leave
+the queue: so each finds room, unless others come in between.
 """
 
 import math
-import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.coordinator.sessions import clock
@@ -21,10 +21,10 @@ from outrider.errors import Overloaded
 
 # Runs over which the average run reaches back.
 _REMEMBERED_RUNS = 32
-# A request of the most choices finds room in an empty queue.
-_LEAST_QUEUE = 16
-# Clients that were refused together come back apart: each is told this many times as long, by chance.
-_SPREAD = (1.0, 1.5)
+# Requests that may wait by default: what begins in so many seconds, at least so many, or so many for each place.
+_GOAL_S, _LEAST_QUEUE, _QUEUE_OF_PLACE = 60.0, 1000, 4
+# Of their prompts, tokens: 40 bytes each.
+_MOST_TOKENS = 16 << 20
 _LONGEST_RETRY_S = 30.0
 
 
@@ -36,37 +36,35 @@ class Occupancy:
         places: choices that may run at a time.
         free: places that nobody has.
         waiting: choices in the queue.
+        entries: requests that these are of.
+        tokens: of their prompts.
     """
 
     places: int
     free: int
     waiting: int
+    entries: int
+    tokens: int = 0
 
 
 class Admission:
     """Times runs, and refuses what would wait too long.
 
     Args:
-        max_queue: choices that may wait; None is half as many as there are places.
-        max_wait_s: longest that a choice may expect to wait; None is no bound.
+        max_queue: requests that may wait; None is as many as the module says.
+        max_wait_s: longest that a request may expect to wait; None is no bound.
         retry_after_s: least that a refused client is told to wait.
-        spread: of what refused clients are told, as a factor of it.
     """
 
-    def __init__(
-        self,
-        *,
-        max_queue: int | None,
-        max_wait_s: float | None,
-        retry_after_s: float,
-        spread: Callable[[], float] = lambda: random.uniform(*_SPREAD),
-    ) -> None:
+    def __init__(self, *, max_queue: int | None, max_wait_s: float | None, retry_after_s: float) -> None:
         self._max_queue, self._max_wait_s = max_queue, max_wait_s
-        self._retry_after_s, self._spread = retry_after_s, spread
+        self._retry_after_s = retry_after_s
         self._started_ns: dict[int, int] = {}
         self._sum_started_ns = 0
         self._ended_runs = 0
         self._mean_run_ns = 0.0
+        # When the last client that was refused comes back.
+        self._last_return_ns = 0
 
     def note_start(self, session_id: int) -> None:
         """A choice has been given a place."""
@@ -100,20 +98,38 @@ class Admission:
         return max(0, rank) * self.run_s / max(1, places)
 
     def check(self, choices: int, occupancy: Occupancy) -> None:
-        """Whether a request of so many choices may come in.
+        """Look whether a request of so many choices may come in.
 
         Raises:
             Overloaded: it would find the queue full, or wait too long for its first choice.
         """
-        places, rank = occupancy.places, occupancy.waiting - occupancy.free
-        most = max(places // 2, _LEAST_QUEUE) if self._max_queue is None else self._max_queue
-        wait_s = self.expected_wait_s(rank + 1, places)
-        if rank + choices > most:
-            raise self._refusal(f"the queue of {most} requests is full", wait_s)
+        rank = occupancy.waiting - occupancy.free
+        if rank + choices <= 0:
+            return
+        most = self._most(occupancy.places) if self._max_queue is None else self._max_queue
+        wait_s = self.expected_wait_s(rank + 1, occupancy.places)
+        if occupancy.entries >= most:
+            raise self._refusal(f"the queue of {most} requests is full", occupancy)
+        if occupancy.tokens >= _MOST_TOKENS:
+            raise self._refusal(f"the queue is full: prompts of {occupancy.tokens} tokens wait", occupancy)
         if self._max_wait_s is not None and wait_s > self._max_wait_s:
-            raise self._refusal(f"it would wait {wait_s:.3g} s, at most {self._max_wait_s:g} s are allowed", wait_s)
+            too_long_s = wait_s - self._max_wait_s
+            reason = f"it would wait {wait_s:.3g} s, at most {self._max_wait_s:g} s are allowed"
+            raise self._refusal(reason, occupancy, least_s=too_long_s)
 
-    def _refusal(self, reason: str, wait_s: float) -> Overloaded:
-        """Clients come back when what is in the queue now has begun, each at a time of its own."""
-        retry_s = max(self._retry_after_s, min(wait_s, _LONGEST_RETRY_S)) * self._spread()
+    def _most(self, places: int) -> int:
+        begin = int(_GOAL_S * places / self.run_s) if self.run_s else 0
+        return max(_LEAST_QUEUE, _QUEUE_OF_PLACE * places, begin)
+
+    def _refusal(self, reason: str, occupancy: Occupancy, *, least_s: float = 0.0) -> Overloaded:
+        """Send a client away until a request has left the queue for it, and for each that was sent away before it."""
+        choices = occupancy.waiting / occupancy.entries if occupancy.entries else 1.0
+        leaving_ns = round(1e9 * choices * self.run_s / max(1, occupancy.places))
+        now_ns = clock.now_ns()
+        earliest_ns = now_ns + round(1e9 * max(self._retry_after_s, least_s))
+        # Some do not wait for their turn, or never come back.
+        longest_s = max(_LONGEST_RETRY_S, self.expected_wait_s(occupancy.waiting, occupancy.places))
+        latest_ns = earliest_ns + round(1e9 * longest_s)
+        self._last_return_ns = min(latest_ns, max(earliest_ns, self._last_return_ns + leaving_ns))
+        retry_s = (self._last_return_ns - now_ns) / 1e9
         return Overloaded(f"{reason}; try again in {math.ceil(retry_s)} s", retry_after_s=retry_s)

@@ -26,8 +26,9 @@ class CoordinatorConfig:
         max_model_len: most tokens of a session (prompt and output); default the model's own limit.
         default_max_new_tokens: output limit of a request that names none.
         max_running_sessions: choices that are generated at a time; further requests wait.
-        max_queue: choices that may wait; a request that does not fit is refused with RESOURCE_EXHAUSTED. By default
-            half as many as may run (16 at least): then a request waits about half as long as it runs, at most.
+        max_queue: requests that may wait, each with all its prompts and choices; another one is refused with
+            RESOURCE_EXHAUSTED. By default as many as begin within a minute, at least 1,000 and four for each choice
+            that may run; fewer where their prompts have more than 16 million tokens.
         max_queue_wait_s: longest that a request may expect to wait, else it is refused at once; default no such bound.
         max_buffered_events: events that a slow reader may leave unread before its request rests until it reads on.
         max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode. One below a

@@ -53,6 +53,8 @@ class GenerationRequest:
         trace: whether a RoundRecord follows every verification.
         weights: version of those that `received` is of; empty: any.
         caller: whose it is: ids are its callers' own, and another's request may have the same.
+        client: who takes turns with others in the queue: the caller, or a connection where nobody is asked for a name.
+        queued_as: the one entry that it has in the queue with other prompts of one request; empty: none has others.
         spans: of its trace; None while nobody traces.
     """
 
@@ -69,7 +71,14 @@ class GenerationRequest:
     trace: bool = False
     weights: str = ""
     caller: str = ""
+    client: str = ""
+    queued_as: str = ""
     spans: "RequestTrace | None" = field(default=None, compare=False)
+
+    @property
+    def entry(self) -> str:
+        """What it counts as in the queue."""
+        return self.queued_as or f"{self.caller} {self.request_id}"
 
 
 @dataclass(frozen=True, kw_only=True)

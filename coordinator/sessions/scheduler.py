@@ -8,7 +8,6 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from outrider.coordinator.sessions import clock
@@ -27,6 +26,7 @@ from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.sessions.session_faults import SessionFaults
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.totals import Totals
+from outrider.coordinator.sessions.waiting import WaitingSessions
 from outrider.coordinator.sessions.weights_gate import WeightsGate
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.drafts import Drafts
@@ -56,7 +56,7 @@ class Scheduler:
         self._config = config
         self._session_ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
-        self._waiting: deque[Session] = deque()
+        self._waiting = WaitingSessions()
         self._targets: dict[str, TargetPeer] = {}
         self.totals = Totals()
         self._drafts = Drafts(config, self._sessions, self._targets)
@@ -92,7 +92,7 @@ class Scheduler:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
         self._suspects.check(request)
         self.weights.check(request.weights)
-        self.check_room(request.n)
+        self.check_room(request.n, entry=request.entry)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
             generation.sessions.append(Session(next(self._session_ids), generation, index, text_stream))
@@ -107,8 +107,12 @@ class Scheduler:
         generation.finish_if_done()
         return generation
 
-    def check_room(self, choices: int = 1) -> None:
-        """Whether there is room for a request of so many choices; asking costs microseconds, and nothing is kept.
+    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
+        """Look for room for a request of so many choices; that costs microseconds, and nothing is kept.
+
+        Args:
+            choices: of the request.
+            entry: its entry in the queue, which it may have already; empty for a new one.
 
         Raises:
             Overloaded: the queue is full, or the wait too long.
@@ -120,15 +124,18 @@ class Scheduler:
             places=min(at_targets, most) if self._targets else most,
             free=min(free, most - self.running_sessions),
             waiting=len(self._waiting),
+            entries=self._waiting.entries,
+            tokens=self._waiting.tokens,
         )
-        self._admission.check(choices, occupancy)
+        if not self._waiting.has_entry(entry):
+            self._admission.check(choices, occupancy)
 
     def admit(self) -> None:
         """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
         replaced: list[Session] = []
         while self._waiting and self.running_sessions < self._config.max_running_sessions:
             targets = [target for target in self._targets.values() if target.has_room]
-            if not targets or (session := self.weights.next_of(self._waiting)) is None:
+            if not targets or (session := self._waiting.next(has_begun=self.weights.is_held)) is None:
                 break
             if not self.weights.fits(session.generation.weights):
                 replaced.append(session)
@@ -188,8 +195,7 @@ class Scheduler:
         if generation.request.spans is not None:
             generation.request.spans.end(generation)
         for session in generation.sessions:
-            if session in self._waiting:
-                self._waiting.remove(session)
+            self._waiting.remove(session)
         for session in generation.sessions:
             self._release_session(session)
 
@@ -203,8 +209,7 @@ class Scheduler:
             session.tap.note_end()
         self._admission.note_end(session.session_id)
         self._faults.forget(session)
-        if session in self._waiting:
-            self._waiting.remove(session)
+        self._waiting.remove(session)
         for target in list(self._targets.values()):
             if target.let_go(session):
                 self._note_left(target)
@@ -265,7 +270,7 @@ class Scheduler:
             if session.result is not None:
                 self.finish_session(session)
             elif not session.is_finished:
-                self._waiting.appendleft(session)
+                self._waiting.put_first(session)
 
     def _doubt(self, session: Session) -> None:
         """It crashed two targets, as it seems: it is refused unless one of these turns out to be alive."""

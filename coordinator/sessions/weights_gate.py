@@ -5,13 +5,7 @@ it has to find the same. While the gate is held nothing is placed but what has b
 or one that has lost its target.
 """
 
-from collections import deque
-from typing import TYPE_CHECKING
-
 from outrider.errors import WeightsReplaced
-
-if TYPE_CHECKING:
-    from outrider.coordinator.sessions.session import Session
 
 
 class WeightsGate:
@@ -25,15 +19,6 @@ class WeightsGate:
     def __init__(self) -> None:
         self.version = ""
         self.is_held = False
-
-    def next_of(self, waiting: "deque[Session]") -> "Session | None":
-        """Takes the next session that may be placed out of the queue; None where there is none now."""
-        if not self.is_held:
-            return waiting.popleft() if waiting else None
-        found = next((session for session in waiting if session.generation.has_begun), None)
-        if found is not None:
-            waiting.remove(found)
-        return found
 
     def fits(self, weights: str) -> bool:
         """Whether what began with these weights may go on."""

@@ -82,7 +82,7 @@ class ScriptedScheduler:
         self.error: OutriderError | None = None
         self.room = 100
 
-    def check_room(self, choices: int = 1) -> None:
+    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
         if choices > self.room:
             raise Overloaded("full", retry_after_s=2.5)
 

@@ -75,7 +75,7 @@ class Scheduler:
         self.generations: list[Generation] = []
         self.callers: list[str] = []
 
-    def check_room(self, choices: int = 1) -> None:
+    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
         pass
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> Generation:

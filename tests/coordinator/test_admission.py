@@ -23,12 +23,11 @@ def time(monkeypatch) -> Clock:
 
 
 def make_admission(**changes) -> Admission:
-    settings = {"max_queue": None, "max_wait_s": None, "retry_after_s": 1.0, "spread": lambda: 1.0} | changes
-    return Admission(**settings)
+    return Admission(**{"max_queue": None, "max_wait_s": None, "retry_after_s": 1.0} | changes)
 
 
-def full(waiting: int, *, places: int = 64) -> Occupancy:
-    return Occupancy(places=places, free=0, waiting=waiting)
+def full(entries: int, *, places: int = 64, choices: int = 1, **more: int) -> Occupancy:
+    return Occupancy(places=places, free=0, waiting=entries * choices, entries=entries, **more)
 
 
 def runs(admission: Admission, time: Clock, *lengths_s: float) -> None:
@@ -41,17 +40,19 @@ def runs(admission: Admission, time: Clock, *lengths_s: float) -> None:
 @pytest.mark.parametrize(
     ("max_queue", "choices", "occupancy", "fits"),
     [
-        # By default half as many may wait as may run,
-        (None, 1, full(31), True),
-        (None, 1, full(32), False),
-        (None, 3, full(30), False),
-        # but never so few that a request of 16 choices finds no room at all.
-        (None, 16, full(0, places=2), True),
-        (None, 16, full(1, places=2), False),
+        # By default a thousand may wait, or four for each place; how many choices each has is all the same.
+        (None, 1, full(999, choices=16), True),
+        (None, 1, full(1000), False),
+        (None, 16, full(1999, places=500), True),
+        (None, 1, full(2000, places=500), False),
+        # Their prompts have to fit into memory.
+        (None, 1, full(2, tokens=(16 << 20) - 1), True),
+        (None, 1, full(2, tokens=16 << 20), False),
         (2, 1, full(1), True),
         (2, 1, full(2), False),
-        (0, 4, Occupancy(places=8, free=4, waiting=0), True),
-        (0, 5, Occupancy(places=8, free=4, waiting=0), False),
+        # What need not wait needs no queue.
+        (0, 4, Occupancy(places=8, free=4, waiting=0, entries=0), True),
+        (0, 5, Occupancy(places=8, free=4, waiting=0, entries=0), False),
     ],
 )
 def test_the_bound_in_number(max_queue, choices, occupancy, fits):
@@ -73,9 +74,9 @@ def test_the_bound_in_time_follows_the_runs(time):
     admission.check(1, full(1, places=4))
     with pytest.raises(Overloaded, match=r"wait 1\.5 s, at most 1 s") as caught:
         admission.check(1, full(2, places=4))
-    assert caught.value.retry_after_s == pytest.approx(1.5)
+    assert caught.value.retry_after_s == pytest.approx(1.0)
     # A free place is no wait, and the choices behind the first one do not count.
-    admission.check(16, Occupancy(places=4, free=1, waiting=0))
+    admission.check(16, Occupancy(places=4, free=1, waiting=0, entries=0))
 
 
 def test_a_target_that_stands_still_shows_before_any_run_ends(time):
@@ -101,19 +102,30 @@ def test_runs_of_long_ago_are_forgotten(time):
     assert admission.run_s == pytest.approx(1.0, rel=0.1)
 
 
-def test_refused_clients_come_back_apart_and_not_before_there_may_be_room(time):
-    told = []
-    admission = Admission(max_queue=4, max_wait_s=None, retry_after_s=0.5)
+def test_as_many_may_wait_as_begin_within_a_minute(time):
+    admission = make_admission()
+    runs(admission, time, 0.5)
+    # 64 places that are free again every half second: 7,680 in a minute.
+    admission.check(1, full(7679))
+    with pytest.raises(Overloaded, match="7680"):
+        admission.check(1, full(7680))
+
+
+def test_each_refused_client_comes_back_when_one_more_has_left_the_queue(time):
+    admission = make_admission(max_queue=4, retry_after_s=0.5)
     runs(admission, time, 8.0)
-    for _ in range(50):
+
+    def told(**occupancy: int) -> float:
         with pytest.raises(Overloaded) as caught:
-            admission.check(1, full(4, places=8))
-        told.append(caught.value.retry_after_s)
-    # The fifth in the queue would have waited 5 s.
-    assert min(told) >= 5.0
-    assert max(told) <= 7.5
-    assert max(told) - min(told) > 0.5
-    runs(admission, time, *[10_000.0] * 50)
-    with pytest.raises(Overloaded) as caught:
-        admission.check(1, full(4, places=8))
-    assert caught.value.retry_after_s <= 45
+            admission.check(1, full(4, **occupancy))
+        return caught.value.retry_after_s
+
+    # Eight places, runs of 8 s: a choice leaves the queue every second, a request of two choices every other.
+    assert [told(places=8) for _ in range(4)] == pytest.approx([0.5, 1.5, 2.5, 3.5])
+    assert told(places=8, choices=2) == pytest.approx(5.5)
+    time.now_s += 4
+    assert told(places=8) == pytest.approx(2.5)
+    time.now_s += 100
+    assert told(places=8) == pytest.approx(0.5)
+    # Whoever comes again and again, whatever it is told, does not send others away for ever.
+    assert max(told(places=8) for _ in range(200)) <= 40

@@ -104,6 +104,18 @@ async def test_several_choices_and_several_prompts() -> None:
         assert [choice.message.content for choice in chat.choices] == ["abc", "abc"]
 
 
+async def test_prompts_of_one_request_share_its_entry_in_the_queue_and_connections_take_turns() -> None:
+    async with serving() as door, door.client() as client:
+        await client.completions.create(model="tiny", prompt=["x", "y"])
+        await client.completions.create(model="tiny", prompt="z")
+        together, alone = door.scheduler.requests[:2], door.scheduler.requests[2]
+        assert len({request.entry for request in door.scheduler.requests}) == 2
+        assert together[0].entry == together[1].entry
+        assert together[0].client == alone.client != ""
+        await door.ask("/v1/completions", {"prompt": "x"})
+        assert door.scheduler.requests[-1].client != alone.client
+
+
 async def test_one_bad_prompt_of_several_ends_them_all_before_anything_is_sent() -> None:
     async with serving() as door, door.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:
@@ -240,9 +252,6 @@ async def test_errors_have_openais_shape_and_status() -> None:
             await client.completions.create(model="tiny", prompt="hi")
         assert full.value.response.headers["retry-after"] == "3"
         assert full.value.response.headers["retry-after-ms"] == "2500"
-        door.scheduler.room = 3
-        with pytest.raises(openai.RateLimitError):
-            await client.completions.create(model="tiny", prompt=["a", "b"], n=2)
 
 
 async def test_requests_that_are_refused_by_this_door_alone_are_counted() -> None:

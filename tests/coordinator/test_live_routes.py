@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -146,7 +147,8 @@ async def test_a_request_may_have_its_trees_lines_beside_its_answer(bench, *, is
     request = generation_pb2.GenerateRequest(
         text="def", sampling_params=generation_pb2.SamplingParams(max_new_tokens=30), record_tree=is_asked_for
     )
-    responses = [each async for each in Page(bench).servicer.Generate(request, None)]
+    context = SimpleNamespace(peer=lambda: "a connection")
+    responses = [each async for each in Page(bench).servicer.Generate(request, context)]
     assert [responses[0].WhichOneof("event"), responses[-1].WhichOneof("event")] == ["started", "finished"]
     lines = [json.loads(line) for each in responses for line in each.tree.lines]
     if not is_asked_for:

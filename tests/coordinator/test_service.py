@@ -81,7 +81,7 @@ class ScriptedScheduler:
         self.error: OutriderError | None = None
         self.is_full = False
 
-    def check_room(self, choices: int = 1) -> None:
+    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
         if self.is_full:
             raise Overloaded("full", retry_after_s=2.5)
 

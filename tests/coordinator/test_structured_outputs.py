@@ -91,7 +91,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 async def test_compiling_holds_nobody_up_and_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
-        def check_room(self, choices: int = 1) -> None: ...
+        def check_room(self, choices: int = 1, *, entry: str = "") -> None: ...
 
         def submit(self, *_arguments: Any) -> Any:
             raise Overloaded("as far as this test goes", retry_after_s=1.0)

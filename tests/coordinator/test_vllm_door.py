@@ -52,7 +52,7 @@ class Script:
         self.aborted: asyncio.Future[OutriderError] | None = None
         self.cancelled = 0
 
-    def check_room(self, choices: int = 1) -> None: ...
+    def check_room(self, choices: int = 1, *, entry: str = "") -> None: ...
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[Any]) -> "Script":
         self.asked.append(request)

@@ -8,6 +8,7 @@ generation; one that reads slowly is waited for, and its generation rests meanwh
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from outrider import tracing
-from outrider.coordinator.api.access import Caller
 from outrider.coordinator.api.generations import LARGE_REQUEST_BYTES, Generations
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.disconnect import UntilDisconnect
@@ -40,6 +40,7 @@ from outrider.coordinator.sessions.messages import (
 )
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.v1 import generation_pb2
 
 # JSON takes more room than the same request by gRPC: digits and commas, and escapes of what is not ASCII.
 _JSON_FACTOR = 3
@@ -55,6 +56,7 @@ _EVENT_STREAM = [
 REQUEST_ID_HEADER = "x-request-id"
 
 Event = GenerationRequest | GenerationEvent
+Stream = Callable[[generation_pb2.GenerateRequest], AsyncGenerator[Event, None]]
 ReadRequest = Callable[[Mapping[str, Any], str | None], Asked]
 
 
@@ -111,13 +113,10 @@ class Endpoint:
             raise
         if tracing.active is not None:
             asked = replace(asked, traceparent=Request(scope).headers.get(tracing.HEADER, ""))
-        choices = len(asked.requests) * asked.choices
-        if len(asked.requests) > 1:
-            self._generations.check_room(choices)
         response = _Response(asked, self._format(asked))
         async with (
             UntilDisconnect(receive) as connection,
-            contextlib.aclosing(_all_events(self._generations, asked, scope["state"]["caller"])) as events,
+            contextlib.aclosing(_all_events(self._stream_of(scope, asked), asked)) as events,
         ):
             if asked.stream:
                 await response.stream(events, send, connection)
@@ -125,6 +124,17 @@ class Endpoint:
                 content = await response.collect(events)
                 connection.answered()
                 await Response(content, media_type="application/json")(scope, receive, send)
+
+    def _stream_of(self, scope: Any, asked: Asked) -> Stream:
+        connection, queued_as = str(scope.get("client")), asked.request_id if len(asked.requests) > 1 else ""
+        return functools.partial(
+            self._generations.stream,
+            caller=scope["state"]["caller"],
+            connection=connection,
+            queued_as=queued_as,
+            traceparent=asked.traceparent,
+            is_new=asked.is_new,
+        )
 
     async def _asked(self, scope: Any, receive: Any) -> Asked:
         content, size = await read_json_object(scope, receive, most_bytes=self._most_bytes)
@@ -225,35 +235,29 @@ class _Response:
         return self._format.first(index, self._prompts[prompt], self._asked.echo[prompt])
 
 
-async def _all_events(
-    generations: Generations, asked: Asked, caller: Caller
-) -> AsyncGenerator[tuple[int, Event], None]:
+async def _all_events(begin: Stream, asked: Asked) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of every prompt, each with its prompt's number."""
     if len(asked.requests) > 1:
-        async with contextlib.aclosing(_merged(generations, asked, caller)) as merged:
+        async with contextlib.aclosing(_merged(begin, asked)) as merged:
             async for each in merged:
                 yield each
         return
     try:
-        async with contextlib.aclosing(
-            generations.stream(asked.requests[0], caller, traceparent=asked.traceparent, is_new=asked.is_new)
-        ) as events:
+        async with contextlib.aclosing(begin(asked.requests[0])) as events:
             async for event in events:
                 yield 0, event
     except InvalidRequest as error:
         raise renamed(error, asked.names[0]) from error
 
 
-async def _merged(generations: Generations, asked: Asked, caller: Caller) -> AsyncGenerator[tuple[int, Event], None]:
+async def _merged(begin: Stream, asked: Asked) -> AsyncGenerator[tuple[int, Event], None]:
     """Several prompts side by side; none begins before all are accepted, and the first error ends all."""
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(_MOST_EVENTS)
 
     async def run(prompt: int) -> None:
         end: Exception | None = None
         try:
-            request, parent = asked.requests[prompt], asked.traceparent
-            begun = generations.stream(request, caller, traceparent=parent, is_new=asked.is_new)
-            async with contextlib.aclosing(begun) as events:
+            async with contextlib.aclosing(begin(asked.requests[prompt])) as events:
                 async for event in events:
                     await queue.put((prompt, event))
         except InvalidRequest as error:

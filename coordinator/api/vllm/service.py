@@ -64,7 +64,8 @@ class VllmEngineServicer:
             self._generations.check_room()
             ours = await self._translate(request)
             parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
-            async with contextlib.aclosing(self._generations.stream(ours, caller, traceparent=parent)) as events:
+            begun = self._generations.stream(ours, caller, connection=context.peer(), traceparent=parent)
+            async with contextlib.aclosing(begun) as events:
                 checked = await anext(events)
                 assert isinstance(checked, GenerationRequest)
                 eos = self._generations.model.eos_token_ids
