@@ -27,7 +27,9 @@ Address = Annotated[
     ),
 ]
 Name = Annotated[str, typer.Option(help="Of the deployment.")]
-Timeout = Annotated[float, typer.Option(min=0.0, help="Longest to wait until the deployment is as asked for.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.0, help="Longest to wait until the deployment is as asked for, in seconds.")
+]
 
 
 def status(

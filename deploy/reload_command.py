@@ -30,13 +30,16 @@ def reload(
         list[str] | None,
         typer.Option(
             metavar="HOST:PORT",
+            envvar="OUTRIDER_ENDPOINT",
             help="Of a coordinator, where workers register; name every one. Default: a deployment's, else "
             f"{DEFAULT_ENDPOINT}.",
         ),
     ] = None,
     address: Address = "auto",
     name: Name = "outrider",
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Longest that all of it may take.")] = 600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.001, help="Longest that all of it may take, in seconds.")
+    ] = 600.0,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     tls_ca: Annotated[Path | None, typer.Option(help="Authorities to believe (PEM), with --endpoint.")] = None,
     tls_certificate: Annotated[

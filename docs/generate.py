@@ -207,6 +207,16 @@ def _fenced_where_indented(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
+_COMMANDS = """`outrider COMMAND --help` says the same; `outrider --install-completion` has the shell complete them.
+
+| exit code | |
+|---|---|
+| 0 | done |
+| 1 | it failed: one line on stderr, `error: ...`, says why |
+| 2 | wrong arguments, or a request that is wrong: the line names them |
+| 130 | Ctrl-C; `loadtest` prints and writes what it has by then |"""
+
+
 def commands_page() -> str:
     """Every command with its options."""
     import typer
@@ -214,7 +224,7 @@ def commands_page() -> str:
     from outrider.cli import build_app
 
     root: Any = typer.main.get_command(build_app())
-    parts = [_NOTE, "# The commands", "`outrider COMMAND --help` says the same."]
+    parts = [_NOTE, "# The commands", _COMMANDS]
     for path, command in _commands(root, "outrider"):
         parts.append(f"## {path}\n\n{inspect.cleandoc(command.help or '')}")
         rows = [_option(parameter) for parameter in command.params if parameter.name != "help"]

@@ -1,7 +1,7 @@
 """How a draft worker is set up (torch-free, so that command lines may build it)."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -83,7 +83,7 @@ class DraftWorkerConfig:
     """
 
     source: DraftSource = "model"
-    model_path: str | Path | None = None
+    model_path: str | Path | None = field(default=None, metadata={"option": "--model"})
     host: str = "127.0.0.1"
     port: int = 0
     advertised_host: str | None = None

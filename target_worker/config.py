@@ -1,7 +1,7 @@
 """How a target worker is set up (torch-free, so that command lines may build it)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.addresses import check_coordinators
@@ -64,7 +64,7 @@ class TargetWorkerConfig:
         ValueError: a value out of range, with the value.
     """
 
-    model_path: str | Path | None = None
+    model_path: str | Path | None = field(default=None, metadata={"option": "--model"})
     host: str = "127.0.0.1"
     port: int = 0
     advertised_host: str | None = None

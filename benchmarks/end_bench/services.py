@@ -170,4 +170,4 @@ class Services:
 
 
 def _model(folder: Path | None) -> list[str]:
-    return [] if folder is None else ["--model-path", str(folder)]
+    return [] if folder is None else ["--model", str(folder)]

@@ -112,7 +112,9 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
                 help="Of synthetic: share of draft tokens accepted; again for the next depth, the last for the rest.",
             ),
         ] = None,
-        timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after this time.")] = 600.0,
+        timeout_s: Annotated[
+            float, typer.Option("--timeout", min=0.001, help="Give up after so many seconds.")
+        ] = 600.0,
         json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
         trace: Annotated[Path | None, typer.Option(help="Write one JSON line a verification to this file.")] = None,
         record_tree: Annotated[
@@ -224,6 +226,8 @@ def result_dict(result: GenerationOutput) -> dict[str, Any]:
     """What `--json` prints."""
     speculation, timings = result.speculation, result.timings
     return {
+        "request_id": result.request_id,
+        "seed": result.seed,
         "text": result.text,
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
@@ -380,33 +384,22 @@ def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
 
 
 def _worker_table(workers: Iterable[generation_pb2.WorkerStatus]) -> Table:
-    table = Table(
-        "role",
-        "worker",
-        "address",
-        "state",
-        "model",
-        "grows by",
-        "sessions",
-        "KV slots",
-        "cached",
-        "steps",
-        "busy",
-        "lease age",
-    )
+    # Within 80 columns; `--json` has the rest.
+    table = Table(box=None, pad_edge=False)
+    for name, share in (("worker", "left"), ("address", "left"), ("state", "left")):
+        table.add_column(name, justify=share, no_wrap=True, overflow="fold")
+    for name in ("model", "sessions", "KV", "busy"):
+        table.add_column(name, justify="left" if name == "model" else "right")
     for worker in map(_worker_dict, workers):
+        grows = "+".join(worker["sources"])
+        kv = worker["slots_used"] / worker["slots_total"] if worker["slots_total"] else 0.0
         table.add_row(
-            worker["role"],
             worker["worker_id"],
             worker["address"],
             worker["state"],
-            f"{worker['model']} {worker['dtype']}",
-            "+".join(worker["sources"]) or "-",
+            f"{worker['model']} {worker['dtype']}" + (f", {grows}" if grows not in {"", "model"} else ""),
             str(worker["sessions"]),
-            f"{worker['slots_used']}/{worker['slots_total']}",
-            str(worker["slots_cached"]),
-            str(worker["steps"]),
+            f"{kv:.0%}",
             f"{worker['busy']:.0%}",
-            f"{worker['lease_age_ms']:.0f} ms",
         )
     return table

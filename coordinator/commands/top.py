@@ -32,11 +32,11 @@ _ANSWER_S = 2.0
 
 
 def top(
-    coordinators: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[HOST:PORT]...", envvar="OUTRIDER_ENDPOINT", help="Of one or several coordinators."),
-    ] = None,
     *,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Of a coordinator; may be repeated."),
+    ] = None,
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, out of two looks, and end.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object a frame instead of tables.")] = False,
@@ -44,11 +44,11 @@ def top(
     token: TokenPath = None,
 ) -> None:
     """Watch coordinators and their workers: load, step times, acceptance, queues. q ends it."""
-    endpoints = [part for each in coordinators or [DEFAULT_ENDPOINT] for part in each.split(",") if part]
-    for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
+    endpoints = [part for each in endpoint or [DEFAULT_ENDPOINT] for part in each.split(",") if part]
+    for each in endpoints:
+        host, _, port = each.rpartition(":")
         if not host or not port.isdigit():
-            raise typer.BadParameter(f"{endpoint!r} given, HOST:PORT needed")
+            raise typer.BadParameter(f"{each!r} given, HOST:PORT needed")
     show = _Printed(json_output=json_output) if once or json_output or not sys.stdout.isatty() else _Screen()
     asyncio.run(watch(endpoints, show, interval_s=interval, once=once, **client_options(tls_ca, token)))
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import multiprocessing
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, MutableSequence, Sequence
@@ -11,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from outrider.coordinator.loadtest.driving import COUNTERS, Driven, Driver, Job
+from outrider.coordinator.loadtest.driving import COUNTERS, Driven, Driver, Job, on_interrupt
 from outrider.coordinator.loadtest.grpc_sender import GrpcSender
 from outrider.coordinator.loadtest.http_connection import HttpError
 from outrider.coordinator.loadtest.http_sender import HttpSender
@@ -57,7 +59,8 @@ async def drive(jobs: Sequence[Job], access: Access, *, warmups: int, watch: Wat
         for process in processes:
             process.send(begin_s)
         async with _watched(watch, [process.counters for process in processes]):
-            return [await process.receive() for process in processes]
+            with on_interrupt(lambda: [process.interrupt() for process in processes]):
+                return [await process.receive() for process in processes]
     finally:
         for process in processes:
             process.close()
@@ -139,6 +142,11 @@ class _ClientProcess:
             raise LoadtestFailed(str(answer)) from answer
         return answer
 
+    def interrupt(self) -> None:
+        """Have it end with what it has."""
+        if self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGINT)
+
     def close(self) -> None:
         self._connection.close()
         self._process.join(timeout=5)
@@ -154,6 +162,9 @@ def _run(job: Job, access: Access, warmups: int, connection: Connection, counter
         await asyncio.sleep(max(0.0, begin_s - time.monotonic()))
         return begin_s
 
+    if sys.platform != "win32":
+        # Ctrl-C reaches the process that began it, which hands it on.
+        os.setpgrp()
     _raise_file_limit()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -23,7 +23,7 @@ from outrider.coordinator.loadtest.running import Run, run_all
 from outrider.ports import free_port
 from outrider.security.commands import TlsCa, TokenPath, client_options
 
-FAILED = 1
+FAILED, INTERRUPTED = 1, 130
 _LONG_QUEUE = 1 << 20
 OpenLocal = Callable[[int, Sequence[str]], AbstractContextManager[str]]
 _MORE_SLOS = Annotated[
@@ -64,6 +64,9 @@ def loadtest_command(open_local: OpenLocal) -> Callable[..., None]:
         show(runs, console)
         for path in write(config, runs):
             console.print(f"wrote {path}")
+        if runs[-1].is_interrupted:
+            console.print("interrupted: the figures are of what had ended by then")
+            raise typer.Exit(INTERRUPTED)
         if not any(each.figures["completed"] for each in runs):
             raise typer.Exit(FAILED)
 

@@ -2,9 +2,12 @@
 
 import asyncio
 import math
+import signal
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, MutableSequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, MutableSequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count as counting
 from itertools import takewhile
@@ -76,10 +79,17 @@ class Job:
 
 @dataclass(kw_only=True)
 class Driven:
-    """What came of a job."""
+    """What came of a job.
+
+    Attributes:
+        records: of requests that have ended.
+        load: of the process that sent them.
+        is_interrupted: whether it was ended before all was done (Ctrl-C).
+    """
 
     records: list[RequestRecord] = field(default_factory=list)
     load: ClientLoad = field(default_factory=ClientLoad)
+    is_interrupted: bool = False
 
 
 class Driver:
@@ -98,12 +108,26 @@ class Driver:
         self._driven = Driven()
 
     async def run(self) -> Driven:
-        """Returns when everything has ended that began."""
-        async with LagMeter() as load, asyncio.TaskGroup() as group:
-            async for number, intended_s in self._due():
-                group.create_task(self._conversation(number, intended_s))
+        """Returns when everything has ended that began, or at once when the process is interrupted."""
+        async with LagMeter() as load:
+            work = asyncio.create_task(self._all())
+            try:
+                with on_interrupt(work.cancel):
+                    # What ended it is in its result: a failure is raised below.
+                    await asyncio.wait([work])
+            finally:
+                work.cancel()
+        if work.cancelled():
+            self._driven.is_interrupted = True
+        else:
+            work.result()
         self._driven.load = load
         return self._driven
+
+    async def _all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            async for number, intended_s in self._due():
+                group.create_task(self._conversation(number, intended_s))
 
     async def warm_up(self, requests: int) -> None:
         """The workload's first prompts, one after the other; nothing of it is counted.
@@ -180,9 +204,15 @@ class Driver:
         async with gate:
             self._counters[BEGUN] += 1
             try:
-                return await self._sender.send(ask, record, begin_s=self._begin_s)
-            finally:
+                output = await self._sender.send(ask, record, begin_s=self._begin_s)
+            except asyncio.CancelledError:
+                # It was interrupted, and neither came to its end nor failed.
+                raise
+            except BaseException:
                 self._note_end(record)
+                raise
+            self._note_end(record)
+            return output
 
     def _note_end(self, record: RequestRecord) -> None:
         record.over_s = self._now_s()
@@ -209,6 +239,25 @@ class Driver:
             timeout_s=config.timeout,
             sources=config.source_words,
         )
+
+
+@contextmanager
+def on_interrupt(end: Callable[[], object]) -> Iterator[None]:
+    """Have the first Ctrl-C call `end`; the next one ends the process as usual."""
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        end()
+
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def split(job: Job, processes: int) -> list[Job]:

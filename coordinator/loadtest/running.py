@@ -22,11 +22,12 @@ from outrider.security.tls import TlsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a sweep: its figures, and what they were made of."""
+    """One run of a sweep: its figures, what they were made of, and whether it was ended before its time."""
 
     point: Point
     figures: dict[str, Any]
     records: Sequence[RequestRecord]
+    is_interrupted: bool = False
 
 
 async def run_all(
@@ -57,6 +58,8 @@ async def run_all(
         watch = begin(point, total_requests(config, workload))
         runs.append(await run_point(config, point, workload, access, watch=watch))
         on_run(runs)
+        if runs[-1].is_interrupted:
+            break
     return runs
 
 
@@ -66,7 +69,9 @@ async def run_point(config: LoadtestConfig, point: Point, workload: Workload, ac
     date = datetime.now(UTC)
     warmups = config.num_warmups
     driven = await drive(split(job, config.client_processes), access, warmups=warmups, watch=watch)
-    return Run(point=point, figures=figures_of(job, driven, date), records=_records(driven))
+    is_interrupted = any(each.is_interrupted for each in driven)
+    figures = figures_of(job, driven, date) | ({"interrupted": True} if is_interrupted else {})
+    return Run(point=point, figures=figures, records=_records(driven), is_interrupted=is_interrupted)
 
 
 def _records(driven: Sequence[Driven]) -> list[RequestRecord]:

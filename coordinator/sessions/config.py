@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.addresses import check_address
@@ -87,7 +87,7 @@ class CoordinatorConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051
-    model_path: Path | None = None
+    model_path: Path | None = field(default=None, metadata={"option": "--model"})
     tokenizer_path: Path | None = None
     max_model_len: int | None = None
     default_max_new_tokens: int = 128

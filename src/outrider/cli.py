@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from outrider import __version__
 from outrider.awake import cores_awake
 from outrider.command_options import OtlpEndpoint
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
@@ -79,6 +80,7 @@ def build_app() -> typer.Typer:
     from outrider.coordinator.sessions.config import CoordinatorConfig
     from outrider.deploy import cluster_commands, reload_command
     from outrider.deploy.commands import demo, up
+    from outrider.doctor import doctor
     from outrider.draft_worker.config import DraftWorkerConfig
     from outrider.health_command import health
     from outrider.models.commands import widen
@@ -88,10 +90,10 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="outrider",
         help="Serve a language model faster without changing what it says.",
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+    app.callback()(_common_options)
     app.command("up")(up)
     app.command("demo")(demo)
     app.command("generate")(commands.generate_command(local_endpoint))
@@ -107,10 +109,26 @@ def build_app() -> typer.Typer:
     app.command("certs")(certs)
     app.add_typer(token_commands(), name="token")
     app.command("health")(health)
+    app.command("doctor")(doctor)
     app.command("coordinator")(_role(CoordinatorConfig, _coordinator))
     app.command("target-worker")(_role(TargetWorkerConfig, _target_worker))
     app.command("draft-worker")(_role(DraftWorkerConfig, _draft_worker))
     return app
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        typer.echo(f"outrider {__version__}")
+        raise typer.Exit
+
+
+def _common_options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
+    ] = False,
+) -> None:
+    del version
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -86,7 +86,9 @@ def attribute_help(config_type: type) -> dict[str, str]:
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, texts: dict[str, str]) -> inspect.Parameter:
     default = list(field.default) if isinstance(field.default, tuple) else field.default
-    annotation = Annotated[_option_type(hint), typer.Option(help=texts[field.name])]
+    # Some are called otherwise than the field.
+    names = (field.metadata["option"],) if "option" in field.metadata else ()
+    annotation = Annotated[_option_type(hint), typer.Option(*names, help=texts[field.name])]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

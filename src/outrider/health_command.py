@@ -16,22 +16,26 @@ from outrider.security.tls import TlsConfig
 
 
 def health(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Of a coordinator or a worker.")],
     *,
+    endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Of a coordinator or a worker.")
+    ] = "127.0.0.1:50051",
     tls_ca: Annotated[Path | None, typer.Option(help="Certificates of the authorities to believe (PEM).")] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="Own certificate (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
     role: Annotated[
         Role | None, typer.Option(help="With TLS: who has to answer, whatever the address; default whoever has it.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Longest to wait for the answer.")] = 3.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.001, help="Longest to wait for the answer, in seconds.")
+    ] = 3.0,
 ) -> None:
     """Ask a role whether it serves: exit code 0 if it does, else 1 and the reason. For probes."""
     try:
         tls = TlsConfig.of_options(tls_ca, tls_certificate, tls_key)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    asyncio.run(check_health(address, tls=tls, role=role, timeout_s=timeout_s))
+    asyncio.run(check_health(endpoint, tls=tls, role=role, timeout_s=timeout_s))
 
 
 async def check_health(address: str, *, tls: TlsConfig | None, role: Role | None, timeout_s: float) -> None:

@@ -97,7 +97,7 @@ class LocalService:
         """
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            model_args = _option("--model-path", self._models["target"])
+            model_args = _option("--model", self._models["target"])
             doors = ["--port", "0"]
             if self.certificates is not None:
                 # Its workers' port is not part of what the coordinator says when it is ready.
@@ -126,7 +126,7 @@ class LocalService:
             *("--coordinators", self.worker_endpoint or self.endpoint),
             *self._tls_args(Role(role)),
             *("--threads", str(self._threads[role])),
-            *_option("--model-path", self._models[role]),
+            *_option("--model", self._models[role]),
             *self._more[role],
         ]
         previous = self._roles.get(name)

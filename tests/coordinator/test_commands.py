@@ -169,6 +169,8 @@ def test_json_is_exactly_one_object(server: ScriptedServicer, capsys: pytest.Cap
     assert cli.run(["generate", "hi", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {
+        "request_id": "r",
+        "seed": 11,
         "text": "néw",
         "token_ids": [5, 8, 9],
         "finish_reason": "length",
@@ -414,8 +416,16 @@ def test_the_reliability_diagram_without_observations(capsys: pytest.CaptureFixt
 def test_status_as_a_table(
     server: ScriptedServicer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.run(["status"]) == 0
     out = capsys.readouterr().out
-    for words in ("Outrider 1.2.3", "2 running, 1 waiting", "3.00 over 300", "target-1", "50/100", "50%", "serving"):
+    for words in (
+        "Outrider 1.2.3",
+        "2 running, 1 waiting",
+        "3.00 over 300",
+        "target-1",
+        "tiny float32",
+        "50%",
+        "serving",
+    ):
         assert words in out

@@ -200,7 +200,7 @@ async def test_frames_are_printed_once_or_as_json():
     server = CoordinatorServer(CoordinatorConfig(port=0, drain_s=0.1))
     await server.start()
     try:
-        arguments = ["top", server.address, "--once", "--interval", "0.05"]
+        arguments = ["top", "--endpoint", server.address, "--once", "--interval", "0.05"]
         for more in ([], ["--json"]):
             command = [sys.executable, "-m", "outrider.cli", *arguments, *more]
             for _ in range(5):
@@ -229,14 +229,14 @@ async def test_frames_are_printed_once_or_as_json():
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(capsys, *, arguments, code, reason):
-    assert cli.run(["top", *arguments]) == code
+    assert cli.run(["top", "--endpoint", *arguments]) == code
     assert reason in capsys.readouterr().err
 
 
 def test_q_ends_it_and_leaves_the_terminal_as_it_was():
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "outrider.cli", "top", "127.0.0.1:1", "--interval", "0.1"],
+        [sys.executable, "-m", "outrider.cli", "top", "--endpoint", "127.0.0.1:1", "--interval", "0.1"],
         stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"},
     )  # fmt: skip
     os.close(theirs)

@@ -97,7 +97,7 @@ def test_every_role_has_its_options(role: str, capsys: pytest.CaptureFixture[str
     assert cli.run([role, "--help"]) == 0
     out = capsys.readouterr().out
     assert "--host" in out
-    assert "--model-path" in out
+    assert "--model" in out
     assert cli.run([role, "--port", "70000"]) == 2
     assert "70000 given" in capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def start_coordinator(checkpoint: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "outrider.cli", "coordinator", "--model-path", checkpoint, "--port", "0", *arguments],
+        [sys.executable, "-m", "outrider.cli", "coordinator", "--model", checkpoint, "--port", "0", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -157,7 +157,7 @@ def test_a_role_that_cannot_start_says_why(checkpoint: Path, capsys: pytest.Capt
     port = address.rpartition(":")[2]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "outrider.cli", "coordinator", "--model-path", checkpoint, "--port", port],
+            [sys.executable, "-m", "outrider.cli", "coordinator", "--model", checkpoint, "--port", port],
             capture_output=True,
             text=True,
             timeout=100,
@@ -169,7 +169,7 @@ def test_a_role_that_cannot_start_says_why(checkpoint: Path, capsys: pytest.Capt
     assert (done.returncode, done.stdout) == (1, "")
     assert f"error: cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
-    assert cli.run(["coordinator", "--model-path", str(checkpoint / "nothing")]) == 1
+    assert cli.run(["coordinator", "--model", str(checkpoint / "nothing")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
 
 

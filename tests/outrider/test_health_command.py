@@ -11,7 +11,7 @@ from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 
 # However busy the machine is, an answer comes in that time.
-PATIENT = ("--timeout-s", "60")
+PATIENT = ("--timeout", "60")
 
 
 def target_server(folder: Path | None) -> rpc.RoleServer:
@@ -24,7 +24,7 @@ def target_server(folder: Path | None) -> rpc.RoleServer:
 
 
 async def probe(*arguments: str) -> int:
-    return await asyncio.to_thread(cli.run, ["health", *arguments])
+    return await asyncio.to_thread(cli.run, ["health", "--endpoint", *arguments])
 
 
 def tls_options(folder: Path, role: str) -> list[str]:
@@ -59,8 +59,8 @@ async def test_under_tls_a_probe_shows_a_certificate_and_wants_one_of_the_role(
     own = tls_options(tmp_path, "target")
     try:
         assert await probe(server.address, *own, "--role", "target", *PATIENT) == 0
-        assert await probe(server.address, *own, "--role", "draft", "--timeout-s", "1") == cli.FAILED
-        assert await probe(server.address, "--timeout-s", "1") == cli.FAILED
+        assert await probe(server.address, *own, "--role", "draft", "--timeout", "1") == cli.FAILED
+        assert await probe(server.address, "--timeout", "1") == cli.FAILED
         assert await probe(server.address, *own[:2]) == cli.BAD_ARGUMENTS
         assert "tls_certificate: missing" in capsys.readouterr().err
     finally:

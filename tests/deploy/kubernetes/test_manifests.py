@@ -161,7 +161,7 @@ def test_every_command_is_one_that_outrider_has(manifests: list[Manifest], tmp_p
                 grace = template["spec"]["terminationGracePeriodSeconds"]
                 assert config.drain_s < grace / 1.5
             elif words[0] == "health":
-                assert int(options["address"].rpartition(":")[2]) in ports_of(template).values()
+                assert int(options["endpoint"].rpartition(":")[2]) in ports_of(template).values()
                 assert options["role"].value == component(template)
     on_ray = bool(of_kind(manifests, "RayCluster", "RayService"))
     assert seen - {"up"} == ({"health"} if on_ray else {"health", *roles})
