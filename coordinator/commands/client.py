@@ -386,10 +386,11 @@ def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
 def _worker_table(workers: Iterable[generation_pb2.WorkerStatus]) -> Table:
     # Within 80 columns; `--json` has the rest.
     table = Table(box=None, pad_edge=False)
-    for name, share in (("worker", "left"), ("address", "left"), ("state", "left")):
-        table.add_column(name, justify=share, no_wrap=True, overflow="fold")
-    for name in ("model", "sessions", "KV", "busy"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    for name in ("worker", "address", "state"):
+        table.add_column(name, no_wrap=True, overflow="fold")
+    table.add_column("model")
+    for name in ("sessions", "KV", "busy"):
+        table.add_column(name, justify="right")
     for worker in map(_worker_dict, workers):
         grows = "+".join(worker["sources"])
         kv = worker["slots_used"] / worker["slots_total"] if worker["slots_total"] else 0.0
