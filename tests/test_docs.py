@@ -1,8 +1,10 @@
 """Documentation: links lead somewhere, and the pages that are made from the code are those of this code."""
 
+import ast
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +55,27 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# One `two`\n[a](#one-two) [b](#three) [c](gone.md) [d](https://example.org)\n")
     assert broken_links(page) == ["#three", "gone.md"]
+
+
+def strings_of(folder: Path) -> Iterator[str]:
+    """All text that a folder's programs may say, pieces of f-strings put together."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+
+
+def test_the_program_says_what_troubleshooting_quotes():
+    said = [text for folder in ("coordinator", "deploy", "draft_worker", "target_worker", "src/outrider")
+            for text in strings_of(ROOT / folder)]  # fmt: skip
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = [
+        words for cell in re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE) for words in re.findall(r"`([^`]+)`", cell)
+    ]
+    assert len(quoted) >= 20
+    assert [words for words in quoted if not any(words in text for text in said)] == []
 
 
 def test_every_page_is_in_the_table_of_contents():
