@@ -1,0 +1,123 @@
+"""A `.gguf` file becomes a checkpoint that says what the file's model says."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
+
+from outrider.errors import CheckpointError, MissingPackage
+from outrider.models import gguf as own
+
+gguf: Any = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+pytest.importorskip("accelerate", reason="the extra gguf is not installed")
+
+HEADS, KV_HEADS = 4, 2
+TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
+        tie_word_embeddings=False, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def in_order_of_gguf(weights: np.ndarray, heads: int) -> np.ndarray:
+    """Rotated pairs stand beside each other in a file, and half a head apart in transformers."""
+    return weights.reshape(heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def write(file: Path, model: LlamaForCausalLM, kind: Any) -> None:
+    writer, config = gguf.GGUFWriter(file, "llama"), model.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([1] * len(TOKENS))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(TEMPLATE)
+    for name, tensor in model.state_dict().items():
+        weights = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            weights = in_order_of_gguf(weights, HEADS if "q_proj" in name else KV_HEADS)
+        for theirs, ours in {"model.layers.": "blk.", **_NAMES}.items():
+            name = name.replace(theirs, ours)  # noqa: PLW2901
+        quantised = kind if weights.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(weights, quantised), raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.arange(20)[None]).logits
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
+def test_logits_are_those_that_transformers_gives_of_the_file(tmp_path: Path, kind: str):
+    model, file = tiny_llama(), tmp_path / "tiny.gguf"
+    write(file, model, getattr(gguf.GGMLQuantizationType, kind))
+    folder = own.checkpoint_of_gguf(file, tmp_path / "cache")
+    found = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    torch.testing.assert_close(found, logits(theirs), rtol=1e-5, atol=1e-5)
+    if kind == "F32":
+        torch.testing.assert_close(found, logits(model), rtol=1e-5, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer.encode("some text", add_special_tokens=False)) == "some text"
+    assert tokenizer.chat_template == TEMPLATE
+
+
+def test_a_file_is_read_once_and_another_of_its_name_anew(tmp_path: Path):
+    model, file = tiny_llama(), tmp_path / "tiny.gguf"
+    write(file, model, gguf.GGMLQuantizationType.F32)
+    first = own.checkpoint_of_gguf(file, tmp_path / "cache")
+    (first / "model.safetensors").write_bytes(b"as it was left")
+    assert own.checkpoint_of_gguf(file, tmp_path / "cache") == first
+    assert (first / "model.safetensors").read_bytes() == b"as it was left"
+    write(file, model, gguf.GGMLQuantizationType.Q8_0)
+    assert own.checkpoint_of_gguf(file, tmp_path / "cache") != first
+    assert sorted(path.name for path in (tmp_path / "cache/gguf").iterdir() if "." in path.name) == []
+
+
+def test_what_cannot_be_read_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF and no more")
+    with pytest.raises(CheckpointError, match=r"broken\.gguf: no model can be read"):
+        own.checkpoint_of_gguf(file, tmp_path / "cache")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        own.checkpoint_of_gguf(tmp_path / "missing.gguf", tmp_path / "cache")
+    assert list((tmp_path / "cache/gguf").iterdir()) == []
+    monkeypatch.setattr(own.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"gguf and accelerate: pip install 'outrider\[gguf\]'"):
+        own.checkpoint_of_gguf(file, tmp_path / "cache")
