@@ -15,7 +15,7 @@ from outrider.models import gguf as own
 gguf: Any = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 pytest.importorskip("accelerate", reason="the extra gguf is not installed")
 
-HEADS, KV_HEADS = 4, 2
+HEADS, KV_HEADS, ROPE_THETA = 4, 2, 20_000.0
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 _NAMES = {
@@ -33,7 +33,7 @@ def tiny_llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
-        tie_word_embeddings=False, initializer_range=0.3,
+        tie_word_embeddings=False, initializer_range=0.3, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
@@ -52,7 +52,7 @@ def write(file: Path, model: LlamaForCausalLM, kind: Any) -> None:
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(ROPE_THETA)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
