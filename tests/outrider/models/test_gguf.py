@@ -33,7 +33,8 @@ def tiny_llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
-        tie_word_embeddings=False, initializer_range=0.3, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=False, initializer_range=0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
