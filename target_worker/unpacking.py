@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest
@@ -124,14 +123,14 @@ def _bounds(message: target_pb2.RoundCommands) -> _Bounds:
 
 
 def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: RoundOwner, bounds: _Bounds) -> Command:
-    """Return the command that opens a session, within the bounds that the same message sets."""
+    """Return the command that opens a session, within the bounds that the same message sets; takes these out."""
     key, epoch, limits = (incarnation, opening.session_id), opening.epoch, opening.limits
     ids = about(session_id=opening.session_id, epoch=epoch)
     logger.debug("session %d, epoch %d is opened", opening.session_id, epoch, extra=ids)
     if limits.mode not in _MODES:
         message = f"limits.mode: {limits.mode} given, 1 (async), 2 (sync) or 3 (off) needed"
         return _refusal(owner, incarnation, opening.session_id, epoch, message)
-    allow, is_alone = bounds.get((opening.session_id, epoch), (WITHOUT_LIMIT, False))
+    allow, is_alone = bounds.pop((opening.session_id, epoch), (WITHOUT_LIMIT, False))
     try:
         request = OpenRequest(
             key=key,
@@ -198,11 +197,10 @@ def _grow_commands(
 def _unpack_growth(message: target_pb2.RoundCommands) -> Growth:
     growth = message.growth
     nodes = len(growth.node_ids)
-    drafters: int | npt.NDArray[np.int64] = int(GrowthSource.MODEL)
-    if growth.sources:
-        drafters = np.fromiter(growth.sources, np.int64, nodes)
-        # A number that a newer peer knows, and what has none.
-        drafters[(drafters < 1) | (drafters > _MOST_SOURCE)] = int(GrowthSource.MODEL)
+    drafters = np.zeros(nodes, np.int64)
+    drafters[: len(growth.sources)] = growth.sources
+    # A number that a newer peer knows, and what has none.
+    drafters[(drafters < 1) | (drafters > _MOST_SOURCE)] = int(GrowthSource.MODEL)
     try:
         has_any = growth.HasField("distributions")
         distributions = unpack_distributions(growth.distributions, nodes) if has_any else ()

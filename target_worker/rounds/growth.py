@@ -28,7 +28,7 @@ class Growth:
         parents: [n] ids of their parents; 0 is the token at index as_of - 1.
         tokens: [n]
         acceptances: [n] estimated chance that the target accepts each, given its parent.
-        drafters: number of their drafter's kind, 0 to 7; or [n] of each node.
+        drafters: [n] numbers of their drafters' kinds, 0 to 7.
         distributions: [n] the q that each token was drawn from, under `rejection`; empty where no node has one.
         complete: [P] in sync mode, whether these are the last nodes of their tree; empty: none are.
     """
@@ -42,7 +42,7 @@ class Growth:
     parents: Ints
     tokens: Ints
     acceptances: npt.NDArray[np.float32]
-    drafters: int | Ints = 0
+    drafters: Ints
     distributions: Sequence[DraftDistribution | None] = ()
     complete: Sequence[bool] = ()
 
@@ -73,7 +73,7 @@ class Growth:
             parents=np.asarray(parents, np.int64),
             tokens=np.asarray(tokens, np.int64),
             acceptances=np.asarray(acceptances, np.float32),
-            drafters=drafter,
+            drafters=np.full(len(node_ids), drafter),
             distributions=distributions,
             complete=[is_complete],
         )
@@ -93,7 +93,7 @@ class Growth:
             parents=self.parents[nodes],
             tokens=self.tokens[nodes],
             acceptances=self.acceptances[nodes],
-            drafters=self.drafters if isinstance(self.drafters, int) else self.drafters[nodes],
+            drafters=self.drafters[nodes],
             distributions=self.distributions and [self.distributions[node] for node in np.flatnonzero(nodes).tolist()],
             complete=self.complete and [self.complete[number] for number in numbers],
         )
@@ -104,7 +104,7 @@ class Growth:
         Args:
             openings: [P] row and generation of each session; None for one whose nodes are dropped.
         """
-        drafted = np.left_shift(1, np.asarray(self.drafters) + 16)
+        drafted = np.left_shift(1, self.drafters + 16)
         sessions = np.empty((len(openings), 4), np.int64)
         sessions[:, 0] = np.left_shift(self.places, 8) | int(RecordKind.GROWTH)
         sessions[:, 1:3] = [(-1, 0) if opening is None else opening for opening in openings]

@@ -32,6 +32,11 @@ class RowKv:
         return self._slots.num_slots
 
     @property
+    def row_len(self) -> int:
+        """Most slots of a row."""
+        return self._slots.max_row_len
+
+    @property
     def free(self) -> int:
         """Slots that no row holds, those of remembered KV included."""
         return self._slots.free

@@ -12,7 +12,6 @@ Some sessions have a say in who takes part in a round: one in sync mode does onc
 alone when no other does. While there are such sessions no round is launched ahead.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -31,9 +30,8 @@ from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import MAX_RATES, Finish
-from outrider.log_output import about
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds import plan
+from outrider.target_worker.rounds.admission import Admission, chunks
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth
@@ -54,8 +52,6 @@ from outrider.target_worker.sessions import (
     fit_fault,
 )
 from outrider.wire import split_by_counts
-
-logger = logging.getLogger(__name__)
 
 # Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
 # prefill always moves.
@@ -93,7 +89,6 @@ class RoundLoop:
 
     Attributes:
         rounds_read: rounds whose results have been read.
-        preemptions: how often a session lost its KV to an older one.
         wake: called, on any thread, when a session that waited may go on, though no command has come.
         observer: hooks for programs that measure.
     """
@@ -112,30 +107,24 @@ class RoundLoop:
         self._inbox = Inbox(self._program.memory, rows=config.max_sessions)
         self._rounds = Rounds(self._program.memory, self._inbox)
         self._kv = RowKv(runner.slots, remembers=runner.config.enable_prefix_caching)
+        self._admission = Admission(self._inbox, self._program, self._kv, config)
         self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
         prior_rows, least_rows = _GPU_PREFILL if runner.device.type == "cuda" else _CPU_PREFILL
         cost = StepCost(slowdown=config.prefill_slowdown, prior_rows=prior_rows, least_rows=least_rows)
         self._times = times or RoundTimes(self._program.buckets, cost, self._program.captured_ns)
-        # Most rows of a session that rounds under way and the next one fill.
-        self._rows_ahead = config.max_session_rows * (1 + self._program.runs_ahead)
-        self._row_len = runner.slots.max_row_len
-        # A row that no session has yet.
-        self._spare_row: tuple[int, int] | None = None
         # By key, in the order of their first opening; by row, those that the device knows.
         self._sessions: dict[SessionKey, Session] = {}
-        self._by_row: list[Session | None] = [None] * config.max_sessions
-        # Rows that the device still has to close: the tokens whose KV is remembered.
-        self._closing: dict[int, npt.NDArray[np.int32]] = {}
+        self._by_row = self._admission.by_row
         self._results: list[SessionResult] = []
         self._launched: deque[_Launched] = deque()
         self._gains = np.zeros(len(self._program.buckets), np.int64)
-        self._can_run, self._has_changed, self._level, self._ahead = False, False, Level.PLAIN, 1
+        self._can_run, self._has_changed, self._level = False, False, Level.PLAIN
         # Whose turn the next round is: that of a session that is alone, None for that of all others.
         self._turn: SessionKey | None = None
         # When the first session in sync mode has waited long enough.
         self._due_ns: int | None = None
         self._opened = self._ended_ns = self._verified_rows = 0
-        self.rounds_read = self.preemptions = 0
+        self.rounds_read = 0
         self.wake: Callable[[], None] = lambda: None
         self.observer = RoundObserver()
 
@@ -159,14 +148,15 @@ class RoundLoop:
         """Keys of the open sessions."""
         return self._sessions.keys()
 
-    def epoch_of(self, key: SessionKey) -> int:
-        """Return the epoch under which a session is open."""
-        return self._sessions[key].epoch
-
     @property
     def kv(self) -> RowKv:
         """Who holds which slots."""
         return self._kv
+
+    @property
+    def preemptions(self) -> int:
+        """How often a session lost its KV to an older one."""
+        return self._admission.preemptions
 
     @property
     def is_busy(self) -> bool:
@@ -263,7 +253,7 @@ class RoundLoop:
             openings.append(opening)
         if growth.distributions:
             self._keep_distributions(growth, openings)
-        self._inbox.put_edits(growth.records(openings))
+        self._inbox.put(growth.records(openings))
 
     def _keep_distributions(self, growth: Growth, openings: Sequence[tuple[int, int] | None]) -> None:
         for key, opening, span in zip(growth.keys, openings, split_by_counts(growth.counts), strict=True):
@@ -371,7 +361,7 @@ class RoundLoop:
             self._end(session)
         self._wait()
         self._level = Level.PLAIN
-        while self._closing:
+        while self._admission.is_closing:
             self._launch()
             self._wait()
         self._kv.forget()
@@ -401,9 +391,7 @@ class RoundLoop:
                 self._commit(session, number, read, logprobs)
         prefill_rows = sum(chunk.size for chunk in launched.chunks)
         self.observer.reported(read, self._results[earlier:], prefill_rows=prefill_rows, plain_ns=plain_ns)
-        for released in report.released:
-            if released.closed:
-                self._kv.end(released.row, self._closing.pop(released.row))
+        self._admission.released(report.released)
 
     def _learn(self, launched: _Launched, read: RoundReport) -> int:
         """Learn what the round took, from the end of the one before if this one had begun by then.
@@ -467,7 +455,7 @@ class RoundLoop:
             session.commit(tokens)
         if finish is Finish.NONE:
             fault = fit_fault(session.length, self._kv.num_slots)
-        lost, session.lost = session.lost | int(read.columns[ReportColumn.LOST, number]), 0
+        lost = int(read.columns[ReportColumn.LOST, number])
         if tokens or lost or fault is not None:
             result = SessionResult(
                 key=session.key,
@@ -490,126 +478,20 @@ class RoundLoop:
             self._end(session, remembers=finish is not Finish.FAULT)
 
     def _plan(self) -> None:
-        """Give running sessions the slots that they need next, and let those that wait begin; the oldest first."""
+        """Hand out rows and slots; sessions that have begun again learn that their trees are to be sent again."""
         self._has_changed = False
-        sessions = sorted(self._sessions.values(), key=lambda session: session.order)
-        running = [session for session in sessions if session.is_running]
-        self._ahead = plan.length_ahead(self._kv, running, rows=self._rows_ahead)
-        for session in running:
-            # One that is older may have taken its slots.
-            if session.is_running:
-                self._extend(session)
-        for session in sessions:
-            if not session.is_open and not session.is_held and not self._begin(session):
-                return
-
-    def _extend(self, session: Session) -> None:
-        """Let a running session have slots for the rounds to come, of the youngest where none is free."""
-        row, had = session.row, self._kv.length(session.row)
-        needed = min(session.length + self._program.runs_ahead, session.limit - 1, self._kv.num_slots)
-        if had < needed and not self._make_room(session, needed - had):
-            if not self._kv.freed_by(self._closing):
-                self._preempt(session)
-            return
-        wanted = min(session.length + self._ahead, had + self._kv.free, self._row_len)
-        if wanted > had and self._kv.extend(row, wanted):
-            records = Records()
-            records.slots(row, session.generation, start=had, slots=self._kv.slots(row, had, wanted).tolist())
-            self._inbox.put(records.array())
-
-    def _begin(self, session: Session) -> bool:
-        """Make a session known to the device; False if those that are younger have to wait as well."""
-        if session.grammar is not None and not session.grammar.is_ready:
-            return True
-        if self._spare_row is None:
-            self._spare_row = self._inbox.take_row()
-        if self._spare_row is None:
-            return False
-        (row, generation), length = self._spare_row, session.length
-        tokens = session.history[: length - 1]
-        known = self._kv.begin(row, tokens)
-        if self._is_being_computed(tokens, known):
-            self._kv.end(row, tokens[:known])
-            return True
-        needed = min(length + 1, session.limit, self._kv.num_slots) - known
-        if needed > self._kv.free and not self._make_room(session, needed):
-            self._kv.end(row, tokens[:known])
-            return False
-        self._kv.extend(row, min(length + self._ahead, known + self._kv.free, self._row_len))
-        self._spare_row = None
-        session.row, session.generation = row, generation
-        session.is_open, session.is_shared = True, False
-        session.cached_tokens += max(0, min(known, session.prompt_len) - session.reached)
-        session.cached = session.planned = known
-        session.reached = max(session.reached, known)
-        self._by_row[row] = session
-        slots = self._kv.slots(row, 0, self._kv.length(row))
-        self._program.describe_row(session, slots)
-        session.told_reach, session.told_round = session.reach, 0
-        records = Records()
-        records.open(row, generation, length=length, cached=known, end=session.limit, allow=session.reach)
-        records.slots(row, generation, start=len(slots), slots=[])
-        self._inbox.put(records.array())
-        if session.lost:
+        self._admission.plan(self._sessions.values())
+        for session in self._by_row:
             # From here on its trees are taken: it may wait for one.
-            self._results.append(SessionResult(key=session.key, epoch=session.epoch, lost=session.lost))
-            session.lost = 0
-        return True
-
-    def _is_being_computed(self, tokens: npt.NDArray[np.int32], known: int) -> bool:
-        """True if another session is about to share so much of what the tokens need that waiting for it pays."""
-        return self._kv.remembers and any(
-            # One that is held may rest for long before it shares anything.
-            leader.is_open
-            and not (leader.is_shared or leader.is_held)
-            and plan.saves(leader.history[: leader.length - 1], tokens, known)
-            for leader in self._sessions.values()
-        )
-
-    def _make_room(self, session: Session, count: int) -> bool:
-        """Preempt others until so many slots are free: those that are held first, then the youngest; not older ones.
-
-        Slots of preempted sessions are free once no round uses them.
-
-        Returns:
-            Whether they are free now.
-        """
-        others = (other for other in self._sessions.values() if other.is_open and other is not session)
-        weaker = [other for other in others if other.is_held or other.order > session.order]
-        weaker.sort(key=lambda other: (other.is_held, other.order))
-        victims, coming = list[Session](), list(self._closing)
-        while count > self._kv.free + self._kv.freed_by(coming):
-            if not weaker:
-                return False
-            victims.append(weaker.pop())
-            coming.append(victims[-1].row)
-        for victim in victims:
-            self._preempt(victim)
-        return count <= self._kv.free
-
-    def _preempt(self, session: Session) -> None:
-        """Take a session's slots; it begins again when there are enough, and its trees are to be sent again."""
-        logger.info("session %d is preempted: out of KV slots", session.key[1], extra=about(session_id=session.key[1]))
-        self.preemptions += 1
-        self._close_row(session, remembers=True)
-        session.lost = (1 << self._config.places) - 1
+            if session is not None and session.lost:
+                self._results.append(SessionResult(key=session.key, epoch=session.epoch, lost=session.lost))
+                session.lost = 0
 
     def _end(self, session: Session, *, remembers: bool = True) -> None:
         del self._sessions[session.key]
         self._has_changed = True
         if session.is_open:
-            self._close_row(session, remembers=remembers)
-
-    def _close_row(self, session: Session, *, remembers: bool) -> None:
-        self._closing[session.row] = session.history[: session.cached if remembers else 0].copy()
-        self._by_row[session.row] = None
-        records = Records()
-        records.close(session.row, session.generation)
-        self._inbox.put(records.array())
-        session.is_open, session.row = False, -1
-        session.cached = session.planned = session.tree_at = 0
-        session.is_waiting, session.waits_since_ns = session.is_sync, None
-        session.distributions.clear()
+            self._admission.close(session, remembers=remembers)
 
     def _may_launch(self) -> bool:
         if not self._rounds.may_launch(can_run=True):
@@ -683,16 +565,16 @@ class RoundLoop:
             rows=max(len(running), self._verified_rows),
             most=self._config.max_prefill_tokens,
         )
-        chunks = list[_Chunk]()
-        for session, size in plan.chunks(
+        planned = list[_Chunk]()
+        for session, size in chunks(
             self._sessions.values(), allowance, most_rows=self._config.max_prefill_tokens, most_chunks=MAX_CHUNKS
         ):
             records = Records()
             records.prefill(session.row, session.generation, start=session.planned, size=size)
             self._inbox.put(records.array())
-            chunks.append(_Chunk(session=session, generation=session.generation, start=session.planned, size=size))
+            planned.append(_Chunk(session=session, generation=session.generation, start=session.planned, size=size))
             session.planned += size
-        prefill = sum(chunk.size for chunk in chunks)
+        prefill = sum(chunk.size for chunk in planned)
         if any(session.is_sync for session in running):
             bucket, least_value = self._times.widest(prefill=prefill), 0.0
         else:
@@ -700,7 +582,7 @@ class RoundLoop:
             least_value = max(self._times.least_value, self._config.least_value)
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
         bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
-        self._launched.append(_Launched(bucket=bucket, level=self._level, chunks=chunks))
+        self._launched.append(_Launched(bucket=bucket, level=self._level, chunks=planned))
         self._rounds.launched()
 
     def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:

@@ -498,7 +498,7 @@ class ModelDrafter:
 
     def _put_edits(self) -> None:
         if len(self._edits):
-            self._inbox.put_edits(self._edits.array())
+            self._inbox.put(self._edits.array())
             self._edits = Records()
 
     def _take_row(self) -> tuple[int, int]:

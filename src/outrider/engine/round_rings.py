@@ -9,9 +9,9 @@ Host and device share a `RingMemory` and never wait for each other. The rules th
 
 - A record is written before the head that covers it. The device reads head once a round.
 - The device's tail is known from reports. The host overwrites a record only once a report's tail has passed it.
-- OPEN, LIMITS, PREEMPT and CLOSE are *urgent*: they overtake their session's queue and use places of the ring that
-  nothing else may use. Of each kind a row has one at most between reported tail and head, so four places a row do.
-  All other records of a session keep their order.
+- OPEN, LIMITS, PREEMPT and CLOSE are *urgent*: they overtake the queue and use places of the ring that nothing else may
+  use. Of each kind a row has one at most between reported tail and head, so four places a row do. All other records
+  keep their order. What waits for a session that is closed comes behind its CLOSE, and the device drops it.
 - A row and its slots are free once a report's tail has passed its CLOSE; after a PREEMPT its slots are.
 - Round r + 1 is launched once the early words of round r have been read. The device writes these after report r - 1,
   and `Rounds.poll` reads in the device's order: one buffer of early words and two of reports are enough.
@@ -37,9 +37,9 @@ from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
 
 __all__ = ["Early", "Inbox", "Release", "Report", "RingMemory", "Rounds"]
 
-_URGENT = frozenset({RecordKind.OPEN, RecordKind.LIMITS, RecordKind.PREEMPT, RecordKind.CLOSE})
-# Records that a session moves to the ring before it is another's turn.
-_TURN = 32
+_URGENT = (RecordKind.OPEN, RecordKind.LIMITS, RecordKind.PREEMPT, RecordKind.CLOSE)
+_IS_URGENT = np.zeros(256, np.bool_)
+_IS_URGENT[list(_URGENT)] = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,7 +97,6 @@ class Release:
 class _Session:
     row: int
     generation: int
-    queue: deque[npt.NDArray[np.int32]] = field(default_factory=deque)
     # Urgent kinds between reported tail and head.
     in_ring: set[int] = field(default_factory=set)
     # The newest LIMITS, while an older one is in the ring.
@@ -105,7 +104,7 @@ class _Session:
 
 
 class Inbox:
-    """Rows, queues of records per session, and the ring that they move to. Thread-safe.
+    """Rows, the ring, and a queue of records that it has no room for. Thread-safe.
 
     Args:
         memory: the rings.
@@ -126,17 +125,17 @@ class Inbox:
         self._free = deque(range(rows))
         self._generations = [0] * rows
         self._sessions: list[_Session | None] = [None] * rows
-        self._queued: deque[_Session] = deque()
+        self._queue: deque[npt.NDArray[np.int32]] = deque()
         # (head behind the record, kind, session) of urgent records that the tail has not passed.
         self._urgent: deque[tuple[int, int, _Session]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def take_row(self) -> tuple[int, int] | None:
         """Hand out a free row with the generation of its next opening, or None if there is none.
 
         No launched round uses the row. It is given back by a CLOSE, whether or not an OPEN was sent.
         """
-        with self._changed:
+        with self._lock:
             if not self._free:
                 return None
             row = self._free.popleft()
@@ -144,69 +143,38 @@ class Inbox:
             self._sessions[row] = _Session(row=row, generation=generation)
             return row, generation
 
-    def put(self, records: npt.NDArray[np.int32]) -> bool:
-        """Take a session's next records. Urgent ones are in the ring on return, the others as far as there is room.
+    def put(self, records: npt.NDArray[np.int32]) -> None:
+        """Take records. Urgent ones are in the ring on return, the others as far as there is room.
 
-        A LIMITS record waits while an older one is in the ring, and a newer one replaces it. CLOSE drops all that the
-        session has waiting, PREEMPT the slots among it.
+        A LIMITS record waits while an older one of its session is in the ring, and a newer one replaces it. Records of
+        closed sessions are dropped, here or by the device.
 
         Args:
-            records: [n, 8] int32 of one (row, generation), n > 0; kept, not copied.
-
-        Returns:
-            False if the session is closed; its records are dropped then.
+            records: [n, 8] int32, in the order of each session; kept, not copied.
 
         Raises:
             ValueError: a PREEMPT before the last one's release, or a second OPEN.
         """
-        row, generation = int(records[0, 1]), int(records[0, 2]) % 2**32
-        kinds = _kinds(records).tolist()
-        # Growth comes in bulk and stays in one piece.
-        parts = [(kinds[0], records)] if _URGENT.isdisjoint(kinds) else zip(kinds, records[:, None], strict=True)
-        with self._changed:
-            session = self._sessions[row]
-            if session is None or session.generation != generation:
-                return False
-            for kind, part in parts:
-                if kind in _URGENT:
-                    self._put_urgent(session, kind, part)
-                else:
-                    if not session.queue:
-                        self._queued.append(session)
-                    session.queue.append(part)
+        begin = 0
+        with self._lock:
+            for place in np.flatnonzero(_IS_URGENT[records[:, 0] & 0xFF]).tolist():
+                self._queue.append(records[begin:place])
+                self._put_urgent(records[place : place + 1])
+                begin = place + 1
+            self._queue.append(records[begin:])
             self._move_queued()
-            self._changed.notify_all()
-        return True
-
-    def put_edits(self, records: npt.NDArray[np.int32]) -> None:
-        """Take records of several sessions, none of them urgent; those of closed sessions are dropped.
-
-        Args:
-            records: [n, 8] int32, in the order of each session; kept, not copied.
-        """
-        if not len(records):
-            return
-        with self._changed:
-            if not self._queued and len(records) <= self._size - self._reserve - (self._head - self._tail):
-                # Closed rows have CLOSE before these in the ring, which ends their generation.
-                self._write(records)
-                self._changed.notify_all()
-                return
-        begins = np.flatnonzero((records[1:, 1:3] != records[:-1, 1:3]).any(1)) + 1
-        for part in np.split(records, begins):
-            self.put(part)
 
     def reported(self, tail: int) -> list[Release]:
         """Learn how far the device has read: gives places of the ring and rows free, and returns what is released."""
         released = []
-        with self._changed:
+        with self._lock:
             self._tail = tail
             while self._urgent and self._urgent[0][0] <= tail:
                 _, kind, session = self._urgent.popleft()
                 session.in_ring.remove(kind)
-                if kind == RecordKind.LIMITS and session.limits is not None:
-                    self._put_urgent(session, kind, session.limits)
-                    session.limits = None
+                if session.limits is not None and kind == RecordKind.LIMITS:
+                    record, session.limits = session.limits, None
+                    self._put_urgent(record)
                 if kind in {RecordKind.PREEMPT, RecordKind.CLOSE}:
                     closed = kind == RecordKind.CLOSE
                     released.append(Release(row=session.row, generation=session.generation, closed=closed))
@@ -221,45 +189,34 @@ class Inbox:
         return self._head != self._tail
 
     def is_queued(self, row: int) -> bool:
-        """True if records of the row's session wait for room in the ring."""
-        with self._changed:
-            session = self._sessions[row]
-            return session is not None and bool(session.queue)
+        """True if records of a row wait for room in the ring."""
+        with self._lock:
+            return any((records[:, 1] == row).any() for records in self._queue)
 
-    def wait(self, timeout: float) -> bool:
-        """Wait until `has_records`, for as many seconds at most; returns it."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.has_records, timeout)
-
-    def _put_urgent(self, session: _Session, kind: int, record: npt.NDArray[np.int32]) -> None:
+    def _put_urgent(self, record: npt.NDArray[np.int32]) -> None:
+        kind, row, generation = int(record[0, 0]) & 0xFF, int(record[0, 1]), int(record[0, 2]) % 2**32
+        session = self._sessions[row]
+        if session is None or session.generation != generation:
+            return
         if kind in session.in_ring:
             if kind != RecordKind.LIMITS:
-                raise ValueError(f"row {session.row}: {RecordKind(kind).name} before the last was reported")
+                raise ValueError(f"row {row}: {RecordKind(kind).name} before the last was reported")
             session.limits = record
             return
-        if kind == RecordKind.PREEMPT:
-            session.queue = deque(part[_kinds(part) != RecordKind.SLOTS] for part in session.queue)
         if kind == RecordKind.CLOSE:
-            session.queue.clear()
-            session.limits = None
-            self._sessions[session.row] = None
+            session.limits = self._sessions[row] = None
         assert self._head - self._tail < self._size, "no room for an urgent record"
         self._write(record)
         session.in_ring.add(kind)
         self._urgent.append((self._head, kind, session))
 
     def _move_queued(self) -> None:
-        """Move queued records to the ring as room allows, some of each session in turn."""
-        while self._queued and (room := self._size - self._reserve - (self._head - self._tail)) > 0:
-            session = self._queued.popleft()
-            if session.queue:
-                part = session.queue.popleft()
-                now = min(room, _TURN)
-                self._write(part[:now])
-                if now < len(part):
-                    session.queue.appendleft(part[now:])
-            if session.queue:
-                self._queued.append(session)
+        """Move queued records to the ring as room allows."""
+        while self._queue and (room := self._size - self._reserve - (self._head - self._tail)) > 0:
+            records = self._queue.popleft()
+            self._write(records[:room])
+            if room < len(records):
+                self._queue.appendleft(records[room:])
 
     def _write(self, records: npt.NDArray[np.int32]) -> None:
         start = self._head % self._size
@@ -269,10 +226,6 @@ class Inbox:
         self._head += len(records)
         # After the records: an x86 processor keeps the order of its stores.
         self._head_word[0] = self._head
-
-
-def _kinds(records: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    return records[:, 0] & 0xFF
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -301,8 +254,6 @@ class Rounds:
         if rounds.may_launch(can_run):
             launch(bucket)
             rounds.launched()
-        elif not rounds.under_way:
-            inbox.wait(timeout)
     """
 
     def __init__(self, memory: RingMemory, inbox: Inbox) -> None:

@@ -32,7 +32,7 @@ from outrider.kernels.pool.rings import publish_early_reference, publish_report_
 # A machine with a GPU may be without it.
 greenlet: Any = importlib.import_module("greenlet") if importlib.util.find_spec("greenlet") else None
 
-OPEN, CLOSE, PREEMPT, LIMITS = RecordKind.OPEN, RecordKind.CLOSE, RecordKind.PREEMPT, RecordKind.LIMITS
+OPEN, CLOSE, LIMITS = RecordKind.OPEN, RecordKind.CLOSE, RecordKind.LIMITS
 GROWTH, SLOTS = RecordKind.GROWTH, RecordKind.SLOTS
 
 
@@ -222,8 +222,8 @@ class Shared:
 class Scenario:
     """What comes to the host, each message as early or late as a schedule will have it.
 
-    Messages, each of a session: open, grow (by n nodes), hold, resume, preempt, refill (with slots, after preempt),
-    settle (only once nothing is under way: all that came has taken effect), close.
+    Messages, each of a session: open, grow (by n nodes), hold, resume, settle (only once nothing is under way: all that
+    came has taken effect), close.
     """
 
     messages: tuple[str, ...]
@@ -263,8 +263,6 @@ class Client:
     sent: int = 0
     limits: int = -1
     queued: list[int] = field(default_factory=list)
-    # What a preemption drops if it still waits.
-    may_be_dropped: set[int] = field(default_factory=set)
     received: list[int] = field(default_factory=list)
 
 
@@ -343,7 +341,6 @@ class World:
     def is_due(self, verb: str) -> bool:
         possible = {
             "open": self.free_rows > 0 and len(self.free_slots) > 0,
-            "refill": len(self.free_slots) > 0,
             "settle": self.is_quiet(),
         }.get(verb, True)
         if not possible or self.is_quiet():
@@ -362,7 +359,7 @@ class World:
             self.by_row[row, generation] = self.clients[session]
             self.put(session, OPEN)
         client = self.clients[session]
-        if verb in {"open", "refill"}:
+        if verb == "open":
             client.slot = self.free_slots.pop()
             assert all(opening is None or opening.slot != client.slot for opening in self.openings), (
                 "a slot was handed out while a launched round could use it"
@@ -373,15 +370,11 @@ class World:
         elif verb in {"hold", "resume"}:
             client.limits = client.sent
             self.put(session, LIMITS, value=int(verb == "hold"))
-        elif verb == "preempt":
-            client.may_be_dropped.update(client.queued)
-            self.put(session, PREEMPT)
         elif verb == "settle":
             opening = self.openings[client.row]
             assert opening is not None, "a session was not opened"
             assert opening.limits == client.limits, "limits did not take effect"
-            missing = set(client.queued) - set(opening.queued) - client.may_be_dropped
-            assert not missing, "queued records did not take effect"
+            assert opening.queued == client.queued, "queued records did not take effect"
         elif verb == "close":
             self.put(session, CLOSE)
 
@@ -468,17 +461,13 @@ class World:
         if kind == LIMITS:
             assert number > opening.limits, "limits took effect twice or out of order"
             opening.limits, opening.held = number, bool(value)
-        elif kind == PREEMPT:
-            opening.slot = -1
         elif kind == CLOSE:
             self.closed.append(opening)
             self.openings[row] = None
         else:
             client = self.clients[session]
-            expected = [sent for sent in client.queued if sent not in opening.queued]
-            assert number in expected, "a record took effect twice"
-            left_out = set(expected[: expected.index(number)])
-            assert left_out <= client.may_be_dropped, "a record was lost, or took effect out of order"
+            expected = client.queued[len(opening.queued)]
+            assert number == expected, "a record was lost, or took effect twice or out of order"
             opening.queued.append(number)
             if kind == SLOTS:
                 opening.slot = value

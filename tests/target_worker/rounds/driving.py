@@ -181,7 +181,7 @@ class Driver:
         self._woken = threading.Event()
         loop.wake = self._woken.set
         self._node_ids = itertools.count(1)
-        self._makers: dict[int, tuple[TreeMaker, Sequence[int], int]] = {}
+        self._makers: dict[int, tuple[TreeMaker, Sequence[int], int, int]] = {}
         # By session, the epoch and the length that a tree was last grown for.
         self._grown: dict[int, tuple[int, int]] = {}
 
@@ -198,7 +198,7 @@ class Driver:
     ) -> Decoded:
         """Open a session whose trees are made of what it is expected to put out."""
         self.loop.open(open_request(number, spec, epoch=epoch, prompt=prompt, output=output))
-        self._makers[number] = make_tree, expected, len(prompt) + len(output)
+        self._makers[number] = make_tree, expected, len(prompt) + len(output), epoch
         decoded = self.decoded[number] = Decoded()
         return decoded
 
@@ -225,8 +225,8 @@ class Driver:
         """Let one turn pass, and hand out its results; on a GPU, one more round has been read by then."""
         for number, decoded in self.decoded.items():
             if not decoded.is_over and (7, number) in self.loop.keys:
-                make_tree, expected, start = self._makers[number]
-                grown = self.loop.epoch_of((7, number)), start + len(decoded.tokens)
+                make_tree, expected, start, epoch = self._makers[number]
+                grown = epoch, start + len(decoded.tokens)
                 if self._grown.get(number) != grown:
                     self._grown[number] = grown
                     tree = make_tree(self._rng, expected[len(decoded.tokens) :])

@@ -5,7 +5,7 @@ import pytest
 
 from outrider.engine.kv_slots import SlotTable
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds import plan
+from outrider.target_worker.rounds.admission import chunks, length_ahead, saves
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.session import Session
 from outrider.target_worker.rounds.step_cost import PrefillAllowance
@@ -19,19 +19,19 @@ def waiting(order: int, *, length: int) -> Session:
     )  # fmt: skip
 
 
-def chunks(sessions: list[Session], *, most: int, most_chunks: int = 16) -> dict[int, int]:
+def planned(sessions: list[Session], *, most: int, most_chunks: int = 16) -> dict[int, int]:
     """The tokens that each session gets computed, by its order."""
-    planned = plan.chunks(sessions, PrefillAllowance(most=most), most_rows=most, most_chunks=most_chunks)
-    return {session.order: size for session, size in planned}
+    found = chunks(sessions, PrefillAllowance(most=most), most_rows=most, most_chunks=most_chunks)
+    return {session.order: size for session, size in found}
 
 
 def test_the_oldest_is_computed_first():
-    assert chunks([waiting(2, length=50), waiting(1, length=50)], most=60) == {1: 50, 2: 10}
-    assert chunks([waiting(2, length=100), waiting(1, length=100)], most=60) == {1: 60}
+    assert planned([waiting(2, length=50), waiting(1, length=50)], most=60) == {1: 50, 2: 10}
+    assert planned([waiting(2, length=100), waiting(1, length=100)], most=60) == {1: 60}
 
 
 def test_a_short_prompt_overtakes_a_long_one_and_leaves_it_a_share():
-    given = chunks([waiting(1, length=500), *(waiting(order, length=10) for order in range(2, 20))], most=80)
+    given = planned([waiting(1, length=500), *(waiting(order, length=10) for order in range(2, 20))], most=80)
     assert given[1] > 0, "short ones must not keep a long one from moving"
     assert all(size == 10 for order, size in given.items() if order != 1)
     assert sum(given.values()) <= 80
@@ -40,8 +40,8 @@ def test_a_short_prompt_overtakes_a_long_one_and_leaves_it_a_share():
 
 def test_a_round_has_so_many_chunks_and_no_more():
     sessions = [waiting(order, length=4) for order in range(10)]
-    assert chunks(sessions, most=100, most_chunks=3) == {0: 4, 1: 4, 2: 4}
-    assert chunks(sessions, most=0) == {}
+    assert planned(sessions, most=100, most_chunks=3) == {0: 4, 1: 4, 2: 4}
+    assert planned(sessions, most=0) == {}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_session_waits_for_another_that_computes_a_good_part_of_it(missing, sh
     tokens = np.arange(known + missing, dtype=np.int32)
     leader = tokens.copy()
     leader[known + shared :] = -1
-    assert plan.saves(leader, tokens, known) == waits
+    assert saves(leader, tokens, known) == waits
 
 
 def test_free_slots_are_handed_out_ahead_in_equal_parts():
@@ -62,9 +62,9 @@ def test_free_slots_are_handed_out_ahead_in_equal_parts():
     sessions = [waiting(row, length=9) for row in range(2)]
     for session in sessions:
         assert kv.extend(session.row, session.length)
-    assert plan.length_ahead(kv, sessions, rows=16) == 16
+    assert length_ahead(kv, sessions, rows=16) == 16
     # A quarter of what is free, shared by two.
-    assert plan.length_ahead(kv, sessions, rows=300) == (400 - 20) // 8
+    assert length_ahead(kv, sessions, rows=300) == (400 - 20) // 8
     assert kv.extend(sessions[0].row, 300)
-    assert plan.length_ahead(kv, sessions, rows=300) == (400 - 20) // 8, "slots ahead of tokens are shared as well"
-    assert plan.length_ahead(RowKv(SlotTable(num_slots=3, max_rows=1, max_row_len=3), remembers=False), [], rows=9) == 1
+    assert length_ahead(kv, sessions, rows=300) == (400 - 20) // 8, "slots ahead of tokens are shared as well"
+    assert length_ahead(RowKv(SlotTable(num_slots=3, max_rows=1, max_row_len=3), remembers=False), [], rows=9) == 1
