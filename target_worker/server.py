@@ -7,10 +7,11 @@ from pathlib import Path
 from outrider import collector
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
+from outrider.metrics.families import Describe, Families
+from outrider.metrics.worker import WorkerGauges, describe_worker
 from outrider.rpc import RoleServer
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
-from outrider.target_worker.metrics import target_metrics
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
@@ -68,7 +69,7 @@ class TargetWorker(Worker[RoundThread]):
                 max_tree_nodes=config.max_tree_nodes,
                 max_step_tokens=config.max_step_tokens,
             ),
-            metrics=target_metrics(self.thread, model_name=card.name),
+            metrics=_metrics(self.thread, model_name=card.name),
             failures=[self._runner.ranks.failed],
         )
 
@@ -82,6 +83,24 @@ class TargetWorker(Worker[RoundThread]):
         """Ends the processes that share the model."""
         if self._runner is not None:
             self._runner.close()
+
+
+def _metrics(rounds: RoundThread, *, model_name: str) -> Describe:
+    """Describe a round thread's metrics; they are read from any thread."""
+
+    def describe(families: Families) -> None:
+        load = rounds.load
+        gauges = WorkerGauges(
+            sessions=load.sessions,
+            slots_used=load.slots_used,
+            slots_cached=load.slots_cached,
+            slots_total=load.slots_total,
+            waiting=rounds.waiting,
+            step_age_s=rounds.watch.age_s,
+        )
+        describe_worker(families, rounds.counts, gauges, role="target", model_name=model_name)
+
+    return describe
 
 
 async def serve(

@@ -20,9 +20,6 @@ class RoundConfig:
         places: D, draft workers of a session; a power of two.
         logprobs: K, most alternatives with log probabilities.
         least_value: nodes that the target accepts with a lower estimated chance are left out.
-
-    Raises:
-        ValueError: a size below 1 or no power of two where one is needed, or fewer rows than sessions.
     """
 
     max_sessions: int
@@ -35,19 +32,3 @@ class RoundConfig:
     places: int = 4
     logprobs: int = 20
     least_value: float = 0.01
-
-    def __post_init__(self) -> None:
-        sizes = ("max_sessions", "max_model_len", "max_step_rows", "max_session_rows", "max_prefill_tokens", "logprobs")
-        for name in (*sizes, "capacity", "places"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
-        for name in ("capacity", "places"):
-            if getattr(self, name) & (getattr(self, name) - 1):
-                raise ValueError(f"{name}: {getattr(self, name)} given, a power of two needed")
-        if self.max_step_rows < self.max_sessions:
-            raise ValueError(
-                f"max_step_rows: {self.max_step_rows} given, at least max_sessions ({self.max_sessions}) needed, so "
-                "that every session can take a plain step"
-            )
-        if not self.prefill_slowdown >= 0:
-            raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, at least 0 needed")

@@ -145,29 +145,6 @@ class EagleHead:
         return stream
 
     @torch.inference_mode()
-    def store(
-        self,
-        hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        *,
-        positions: torch.Tensor,
-        write_slots: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-    ) -> None:
-        """What `forward` stores, and no more: in a single layer a row's key and value depend on no other row.
-
-        Args:
-            hidden: as of `forward`.
-            token_ids: as of `forward`.
-            positions: as of `forward`; int64 as well.
-            write_slots: as of `forward`.
-            key_cache: as of `forward`.
-            value_cache: as of `forward`.
-        """
-        self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
-
-    @torch.inference_mode()
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, Vd] of rows [R, N] of `forward`, in the model's dtype; columns as in `target_ids`."""
         norm = self.weights.final_norm

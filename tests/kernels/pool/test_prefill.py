@@ -157,13 +157,6 @@ def test_a_row_that_is_not_in_prefill_has_no_chunks(state: RowState) -> None:
     assert rig.state(1) == (state, 4)
 
 
-def test_cached_tokens_are_no_chunk() -> None:
-    rig = Rig()
-    rig.open(1, 12, cached=6)
-    assert rig.round(_chunk(1, 6, 2)) == [(1, 6, 2)]
-    assert rig.round(_chunk(1, 8, 1)) == [(1, 8, 1)]
-
-
 def test_a_row_has_one_chunk_a_round() -> None:
     rig = Rig()
     rig.open(1, 12)
@@ -188,15 +181,6 @@ def test_what_fits_is_used_in_order() -> None:
     for row, size in ((1, 3), (0, 6), (0, 5)):
         records.prefill(row, 1, start=0, size=size)
     assert rig.round(records) == [(1, 0, 3), (0, 0, 5)]
-
-
-def test_a_chunk_that_is_planned_ahead_of_one_that_was_not_used_is_not_used_either() -> None:
-    rig = Rig()
-    rig.open(1, 12)
-    assert rig.round(_chunk(1, 0, MOST_ROWS + 1)) == []
-    assert rig.round(_chunk(1, MOST_ROWS + 1, 2)) == []
-    assert rig.state(1) == (PREFILL, 0)
-    assert rig.round(_chunk(1, 0, 8)) == [(1, 0, 8)]
 
 
 @pytest.mark.parametrize(("allow", "state"), [(10, HELD), (0, HELD), (11, RUNNING)])
@@ -227,16 +211,6 @@ def test_limits_leave_a_row_in_prefill_and_hold_what_is_done() -> None:
     assert rig.round(records) == [(1, 4, 5)] and rig.state(1) == (HELD, 9)
 
 
-def test_an_opening_with_its_slots_and_its_chunk_is_one_round() -> None:
-    rig, records = Rig(), Records()
-    records.open(1, 1, length=8, cached=2, end=MAX_LEN, allow=MAX_LEN)
-    records.slots(1, 1, start=0, slots=list(range(50, 58)))
-    records.prefill(1, 1, start=2, size=5)
-    assert rig.round(records) == [(1, 2, 5)]
-    assert rig.state(1) == (RUNNING, 7) and rig.verified() == [1]
-    assert rig.packed.slots[:6].tolist() == [57, 52, 53, 54, 55, 56]
-
-
 def test_a_chunk_in_front_of_a_close_is_void() -> None:
     rig, records = Rig(), _chunk(1, 0, 4)
     rig.open(1, 10)
@@ -249,17 +223,6 @@ def test_a_chunk_in_front_of_a_close_is_void() -> None:
     records.prefill(1, 1, start=0, size=4)
     assert rig.round(records) == []
     assert rig.round(_chunk(1, 0, 4, generation=2)) == [(1, 0, 4)]
-
-
-def test_a_row_of_a_target_is_not_preempted() -> None:
-    rig, records = Rig(), Records()
-    rig.open(0, 10)
-    rig.open(1, 10, cached=9)
-    for row in (0, 1):
-        records.preempt(row, 1)
-    assert rig.graft(records) == [Verdict.INVALID] * 2
-    assert (rig.state(0), rig.state(1)) == ((PREFILL, 0), (RUNNING, 9))
-    assert rig.pool.table_len.tolist() == [10, 10, 0]
 
 
 def test_a_target_opens_a_row_with_kv_of_all_but_the_root_at_most() -> None:

@@ -14,11 +14,7 @@ import torch
 
 from outrider.kernels.noise import STREAM_COINS, philox_uint32_reference
 from outrider.kernels.pool.columns import Pool, RowState
-from outrider.kernels.pool.graft import graft
-from outrider.kernels.pool.pack import COMMITTED, PADDING, ROOT, Packed, pack
-from outrider.kernels.pool.re_root import re_root
-from outrider.kernels.pool.records import Records
-from outrider.kernels.pool.select import Selection, select
+from outrider.kernels.pool.pack import COMMITTED, PADDING, ROOT, Packed
 from outrider.kernels.verification.walk import (
     DRAFTERS_SHIFT,
     MAX_RATES,
@@ -378,121 +374,6 @@ def test_a_coin_has_to_be_below_the_rate(above: int) -> None:
     round_.walk()
     (outcome,) = round_.check()
     assert len(outcome.accepted) == above
-
-
-class Target:
-    """Sessions that are generated whole, with KV as the tokens of a path: a slot's are those up to its row's."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.random, self.device = random.Random(seed), device
-        self.pool = Pool.allocate(sessions=3, max_len=64, capacity=16, places=1, trail=8, device=device)
-        self.bucket = (24, 3, 10, 20)
-        self.selection = Selection.allocate(self.pool, [self.bucket])
-        self.packed = Packed.allocate(self.pool, self.bucket, scrap_slot=0)
-        self.walks = Walks.allocate(self.pool, sessions=3, most=10)
-        self.rules = WalkRules.allocate(3, device)
-        self.parameters = torch.zeros(3, 8, dtype=torch.int32, device=device)
-        self.pool.table.copy_(torch.arange(self.pool.table.numel()).view_as(self.pool.table) + 1)
-        self.stop = 7
-        self.pool.stops[:, 0] = self.stop
-        self.pool.min_end.fill_(12)
-        self.prompts = [[self.random.randrange(_TOKENS) for _ in range(4)] for _ in range(3)]
-        self.kv: dict[int, list[int]] = {}
-        records = Records()
-        for row, prompt in enumerate(self.prompts):
-            self.pool.history[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-            records.open(row, 1, length=len(prompt), cached=len(prompt) - 1, end=40, allow=40)
-            for index in range(len(prompt) - 1):
-                self.kv[int(self.pool.table[row, index])] = prompt[: index + 1]
-        self._graft(records)
-        self.pool.table_len.fill_(64)
-        self.pool.state.fill_(RowState.RUNNING)
-        self.node_id = 0
-
-    def choice(self, path: list[int]) -> int:
-        """The target's next token, a function of what comes before."""
-        number = random.Random(str(path)).randrange(40)
-        return self.stop if number == 0 and len(path) >= 12 else number % _TOKENS
-
-    def plain(self, prompt: list[int]) -> list[int]:
-        path = list(prompt)
-        while len(path) < 40 and (len(path) < 13 or path[-1] != self.stop):
-            path.append(self.choice(path))
-        return path
-
-    def _graft(self, records: Records) -> None:
-        words = torch.from_numpy(records.array()).to(self.device)
-        count = torch.tensor([len(words)], dtype=torch.int32, device=self.device)
-        verdicts, commits = torch.empty_like(words[:, 0]), torch.empty_like(self.walks.tokens)
-        graft(self.pool, words, count, verdicts, commits, torch.empty_like(self.walks.num_tokens))
-
-    def _grow(self, row: int) -> None:
-        """A drafter's tree below the root, most of it right, in one message."""
-        records, length = Records(), int(self.pool.length[row])
-        nodes = [(0, self.pool.history[row, :length].tolist())]
-        for _ in range(8):
-            parent, path = self.random.choice([nodes[-1], self.random.choice(nodes)])
-            token = self.choice(path) if self.random.random() < 0.8 else self.random.randrange(_TOKENS)
-            self.node_id += 1
-            nodes.append((self.node_id, [*path, token]))
-            records.growth(
-                row, 1, place=0, node_id=self.node_id, parent_id=parent, as_of=length, token=token, acceptance=0.9
-            )
-        self._graft(records)
-
-    def step(self) -> int:
-        """One round; how many tokens it has committed."""
-        for row in range(3):
-            self._grow(row)
-        select(self.pool, self.selection, 0)
-        pack(self.pool, self.selection, self.packed)
-        choices = torch.full((self.bucket[0],), -1, dtype=torch.int64)
-        paths: dict[int, list[int]] = {}
-        packed = self.packed
-        for at in range(int(packed.query_start[-1])):
-            if (parent := int(packed.parents[at])) < 0:
-                row = int(packed.pool_rows[packed.sessions[at]])
-                paths[at] = self.pool.history[row, : int(self.pool.length[row])].tolist()
-            else:
-                paths[at] = [*paths[parent], int(packed.tokens[at])]
-            self.kv[int(packed.slots[at])] = paths[at]
-            choices[at] = self.choice(paths[at])
-        walk(self.pool, packed, choices.to(self.device), None, self.rules, self.parameters, self.walks, level=0)
-        re_root(self.pool, self.walks.tokens, self.walks.num_tokens)
-        for row in range(3):
-            for index in range(int(self.pool.cached[row])):
-                slot = int(self.pool.table[row, index])
-                assert self.kv[slot] == self.pool.history[row, : index + 1].tolist()
-        return int(self.walks.num_tokens.sum())
-
-
-def _generate(seeds: range, device: torch.device) -> tuple[int, int]:
-    rounds = tokens = 0
-    for seed in seeds:
-        target = Target(seed, device)
-        while bool((target.pool.state == RowState.RUNNING).any()):
-            committed = target.step()
-            assert committed > 0
-            tokens += committed
-            rounds += 1
-        lengths = target.pool.length.tolist()
-        outputs = [target.pool.history[row, :length].tolist() for row, length in enumerate(lengths)]
-        assert outputs == [target.plain(prompt) for prompt in target.prompts]
-        assert target.pool.state.tolist() == [RowState.FINISHED] * 3
-    return rounds, tokens
-
-
-def test_generations_are_those_of_plain_decoding_and_keep_their_kv() -> None:
-    rounds, tokens = _generate(range(12), _CPU)
-    # Three sessions, and more than a token of each.
-    assert tokens > 5 * rounds
-
-
-@pytest.mark.gpu
-def test_the_kernel_generates_as_plain_decoding(triton_device: torch.device) -> None:
-    if triton_device == _CPU:
-        pytest.skip("too much for the interpreter")
-    _generate(range(2), triton_device)
 
 
 def test_bad_arguments_are_named() -> None:

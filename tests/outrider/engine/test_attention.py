@@ -13,20 +13,7 @@ from outrider.engine.attention import attention_operator
 from outrider.engine.config import AttentionBackend, EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import CheckpointError
-from outrider.kernels.tree_attention import tree_attention, tree_attention_reference
-from outrider.kernels.tree_attention_flashinfer import tree_attention_flashinfer
-
-
-@pytest.mark.parametrize(
-    ("backend", "operator"),
-    [
-        ("triton", tree_attention),
-        ("reference", tree_attention_reference),
-        ("flashinfer", tree_attention_flashinfer),
-    ],
-)
-def test_a_backend_is_an_operator(backend: AttentionBackend, operator: Any) -> None:
-    assert attention_operator(backend, 128) is operator
+from outrider.kernels.tree_attention import tree_attention
 
 
 def test_flashinfer_names_the_head_sizes_it_takes() -> None:

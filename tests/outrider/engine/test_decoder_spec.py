@@ -24,7 +24,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from outrider.engine.checkpoint import SERVED_MODEL_TYPES
-from outrider.engine.decoder_spec import DecoderSpec, LayerSpec
+from outrider.engine.decoder_spec import DecoderSpec
 from outrider.errors import CheckpointError
 
 LAYERS: dict[str, Any] = {
@@ -158,16 +158,6 @@ def test_rotary_tables_are_transformers(rope_parameters: dict[str, Any] | None) 
     for half in (slice(0, 8), slice(8, 16)):
         torch.testing.assert_close(table[:, 0], cos[0, :, half], rtol=0, atol=1e-6)
         torch.testing.assert_close(table[:, 1], sin[0, :, half], rtol=0, atol=1e-6)
-
-
-def test_gemma3_turns_windowed_layers_by_a_table_of_their_own() -> None:
-    spec = DecoderSpec.of(
-        Gemma3TextConfig(**LAYERS, sliding_window=6, layer_types=[*["sliding_attention"] * 3, "full_attention"])
-    )
-    assert spec.layers == (*[LayerSpec(window=6, rotary=1)] * 3, LayerSpec(window=0, rotary=0))
-    whole, local = (rotary.frequencies for rotary in spec.rotaries)
-    assert whole[1] == pytest.approx(1e6 ** (-1 / 8))
-    assert local[1] == pytest.approx(1e4 ** (-1 / 8))
 
 
 @pytest.mark.parametrize(

@@ -256,49 +256,6 @@ def test_chunks_and_trees_equal_every_path_alone(kind: str, target: Path, tmp_pa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_stored_alone_is_what_a_forward_stores(layout: EagleLayout, target: Path, tmp_path: Path) -> None:
-    write_random_eagle(tmp_path, target, layout=layout)
-    session = Session(load_head(tmp_path, target))
-    features, tokens = random_texts(session.head)
-    session.extend([ours[:5] for ours in features], tokens, begin=0)
-    written = [cache.clone() for cache in session.caches]
-    for cache in session.caches:
-        cache.zero_()
-    builder = session.builder()
-    for row, given in zip(session.rows, tokens, strict=True):
-        builder.add_chain(row, given[:5], 0, False)
-    arguments = session.arguments(builder.build())
-    del arguments["batch"]
-    session.head.store(session.head.fuse(torch.cat([ours[:5] for ours in features])), **arguments)
-    assert all(map(torch.equal, session.caches, written))
-    assert written[0].any()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_after_a_commit_features_take_the_place_of_drafted_rows(
-    layout: EagleLayout, target: Path, tmp_path: Path
-) -> None:
-    """The entries of accepted nodes are written anew, with the target's features; those before them stay."""
-    write_random_eagle(tmp_path, target, layout=layout)
-    session, plain = Session(load_head(tmp_path, target)), PlainHead(tmp_path, target)
-    features, tokens = random_texts(session.head)
-    run_trees(session, features, tokens)
-    committed = [length + 2 for length in LENGTHS]
-    builder, parts = session.builder(), []
-    for row, ours, given, length in zip(session.rows, features, tokens, LENGTHS, strict=True):
-        session.slots.truncate(row, length)
-        session.slots.extend(row, 2)
-        builder.add_chain(row, given[length : length + 2], length, False)
-        parts.append(ours[length : length + 2])
-    hidden = session.head.forward(session.head.fuse(torch.cat(parts)), **session.arguments(builder.build()))
-    nodes = session.draft(hidden[1::2], committed)
-    logits = session.head.logits(nodes[:, -1])
-    for place, length in enumerate(committed):
-        expected = plain.path(features[place][:length], tokens[place][:length], path_to(len(NODES)))
-        torch.testing.assert_close(logits[place].double(), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_prefixed_and_older_names_load_as_well(layout: EagleLayout, target: Path, tmp_path: Path) -> None:
     write_random_eagle(tmp_path, target, layout=layout)
     expected = load_head(tmp_path, target)

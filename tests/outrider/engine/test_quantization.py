@@ -17,7 +17,7 @@ from outrider.engine.decoder_loading import check_eight_bits
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights
 from outrider.engine.model_runner import EngineConfig, ModelRunner
-from outrider.engine.weight_source import FunctionSource, SafetensorsSource
+from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.kernels.scaled_weight import ScaledWeight
 from outrider.kernels.skinny_linear import Weight
@@ -195,21 +195,6 @@ def test_ranks_have_parts_of_the_same_model(whole: Path, tmp_path: Path, stored:
         wanted = torch.cat([part.chunk(2)[number] for part in (query, key, value)])
         assert torch.equal(dequantised(layer.qkv), wanted)
         assert torch.equal(dequantised(layer.gate_up), torch.cat([gate.chunk(2)[number], up.chunk(2)[number]]))
-
-
-def test_a_rank_asks_for_its_rows_alone(whole: Path) -> None:
-    tensors = load_file(whole / "model.safetensors")
-    asked: dict[str, tuple[int, int]] = {}
-
-    class Recorded(FunctionSource):
-        def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-            asked[name] = (start, stop)
-            return super().rows(name, start, stop)
-
-    source = Recorded(tensors.__getitem__)
-    load_decoder_weights(source, SPEC, "cpu", torch.bfloat16, rank=1, world_size=2, quantized=True)
-    assert asked["model.layers.0.self_attn.k_proj.weight"] == (16, 32)
-    assert asked["model.layers.0.mlp.up_proj.weight"] == (40, 80)
 
 
 def test_matrices_of_one_input_stay_whole_where_one_of_them_is(whole: Path, tmp_path: Path) -> None:

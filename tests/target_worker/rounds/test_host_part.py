@@ -6,19 +6,16 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from tests.target_worker.rounds.rule_references import reference_path
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import Masks, SessionGrammar
 from outrider.kernels.coupled_sampling import coupled_choice
-from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.pack import COMMITTED, Packed, pack
@@ -457,88 +454,6 @@ def test_a_fault_of_a_grammar_ends_its_session_alone(late: bool) -> None:
     assert outcome[1::2] == alone[1::2]
     assert outcome[::2] == [([], [], Finish.FAULT)] * len(outcome[::2])
     assert all(session.grammar.fault is not None for session in sessions[::2] if session.grammar is not None)
-
-
-@pytest.fixture
-def language() -> ModuleType:
-    """A small language: its tokenizer, its words, a matcher of it."""
-    pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
-    from tests.outrider.grammar import test_matcher
-
-    return test_matcher
-
-
-def test_masks_are_those_of_the_matcher(language: ModuleType) -> None:
-    chance, ids = random.Random(10), language.IDS
-    vocab_size = len(language.VOCAB)
-    outputs = [[], ["a"], ["ab", "cd"], ["cd"], ["a", "bc"], ["bc"]]
-    sessions = []
-    for number in range(24):
-        session = random_session(chance, replace([COUPLED, TARGET_ONLY][number % 2], seed=number))
-        tokens = [[*ids.values()][token] for token in session.tokens]
-        output = [ids[piece] for piece in outputs[number % len(outputs)]]
-        grammar = None if number % 4 == 3 else language.session()
-        sessions.append(replace(session, tokens=tokens, grammar=grammar, output=output))
-    step = Round(sessions)
-    masks = grammar_masks(step.host_rows())
-    assert masks is not None
-    given = dict(zip(masks.rows.tolist(), masks.masks, strict=True))
-    assert len(given) == len(masks.rows)
-    logits = step.logits(vocab_size=vocab_size)
-    before = logits.clone()
-    apply_masks(masks, logits, step.packed)
-    faults = 0
-    for number, session in enumerate(sessions):
-        rows = range(step.first[number], step.first[number + 1])
-        if session.grammar is None:
-            assert not given.keys() & {*rows}
-            assert torch.equal(logits[rows], before[rows])
-            continue
-        alone = language.session()
-        if not alone.follow(session.output):
-            assert session.grammar.fault == alone.fault is not None
-            assert logits[rows[0]].eq(-math.inf).all()
-            faults += 1
-            continue
-        wanted = alone.masks(session.tokens, session.parents)
-        for row, mask in zip(rows, wanted, strict=True):
-            assert np.array_equal(given[row], mask)
-            allowed = sorted(token for token in language.tokens_of(mask) if token < vocab_size)
-            assert logits[row].isfinite().nonzero().flatten().tolist() == allowed
-            assert torch.equal(logits[row, allowed], before[row, allowed])
-    assert faults and not len(masks.detached)
-    assert torch.equal(step.packed.parents, Round(sessions).packed.parents)
-
-
-def test_without_a_grammar_there_are_no_masks() -> None:
-    assert grammar_masks(Round(random_sessions(11, 9)).host_rows()) is None
-
-
-@pytest.mark.parametrize("spec", [TARGET_ONLY, REJECTION, replace(REJECTION, top_k=4), replace(TARGET_ONLY, top_p=0.8)])
-def test_tokens_have_the_law_of_the_target(spec: SamplingSpec) -> None:
-    """The first two tokens, where two tokens come out of the round."""
-    chance, count = random.Random(12), 2000
-    q = q_of([0.3, 0.05, 0.4, 0.05, 0.1, 0.1])
-    sessions = []
-    for seed in range(count):
-        drawn = [q.draw(chance.getrandbits(32)) for _ in range(2)]
-        if spec.rule is VerificationRule.TARGET_ONLY:
-            sessions.append(FakeSession(sampling=replace(spec, seed=seed), tokens=[2, 0, 1, 3], parents=[0, 0, 1, 2]))
-        else:
-            sessions.append(FakeSession(sampling=replace(spec, seed=seed), tokens=drawn, parents=[0, 1], q=[q, q]))
-    step = Round(sessions)
-    row = torch.from_numpy(np.random.default_rng(13).normal(0, 1.2, (1, V))).float()
-    # The target's distribution is the same everywhere.
-    outcome = step.outcome(row.expand(step.lines, -1).clone())
-    columns = [torch.tensor([value]) for value in (spec.temperature, spec.top_k, spec.top_p, spec.min_p)]
-    law = filtered_probs(row, *columns)[0].double().numpy()
-    law /= law.sum()
-    first = np.bincount([tokens[0] for _, tokens, _ in outcome], minlength=V)
-    second = np.bincount([tokens[1] for _, tokens, _ in outcome if len(tokens) > 1], minlength=V)
-    assert second.sum() > count / 4
-    for seen in (first, second):
-        assert not seen[law == 0].any()
-        assert stats.chisquare(seen[law > 0], law[law > 0] * seen.sum()).pvalue > 1e-3
 
 
 @pytest.mark.gpu

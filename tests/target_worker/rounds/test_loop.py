@@ -95,25 +95,3 @@ def check_logprobs(decoded: Decoded, plain: Plain, count: int) -> None:
         actual = np.concatenate([getattr(part, name) for part in got])
         np.testing.assert_allclose(actual, values.numpy(), rtol=1e-4, atol=1e-4)
     assert np.concatenate([part.top_token_ids for part in got if part is not None]).tolist() == best.indices.tolist()
-
-
-def test_sessions_of_one_round_are_independent(loop, reference_model):
-    specs = list(SPECS.values())[:8]
-    plain = [plain_decode(reference_model, PROMPT, spec).tokens for spec in specs]
-    driver = Driver(loop)
-    outputs = [driver.open(number, spec, plain[number], random_tree) for number, spec in enumerate(specs)]
-    driver.run()
-    assert [decoded.tokens for decoded in outputs] == plain
-    assert loop.kv.used == 0
-
-
-def test_out_of_slots_preempts_the_youngest_and_loses_nothing(checkpoint, reference_model):
-    loop = make_loop(checkpoint, num_slots=60)
-    spec = SamplingSpec(temperature=1.0, seed=6, max_new_tokens=30)
-    plain = plain_decode(reference_model, PROMPT, spec).tokens
-    driver = Driver(loop)
-    outputs = [driver.open(number, spec, plain, random_tree) for number in range(4)]
-    driver.run()
-    assert [decoded.tokens for decoded in outputs] == [plain] * 4
-    assert loop.preemptions > 0
-    assert loop.kv.used == 0

@@ -24,7 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions import WITHOUT_LIMIT, Code, SessionFault
@@ -123,21 +122,6 @@ def test_a_held_session_goes_on_where_it_stopped(loop, reference_model):
     assert decoded.tokens == plain
 
 
-def test_growth_that_is_late_doubled_or_wrong_changes_nothing(loop, reference_model):
-    spec = SamplingSpec(temperature=1.0, seed=12, max_new_tokens=24)
-    plain = plain_decode(reference_model, PROMPT, spec).tokens
-    driver = Driver(loop)
-    decoded = driver.open(1, spec, plain, no_tree)
-    rng = random.Random(0)
-    while loop.session_count:
-        for _ in range(rng.randrange(3)):
-            behind = rng.randrange(4)
-            done = max(len(decoded.tokens) - behind, 0)
-            driver.grow(1, random_tree(rng, plain[done:]), as_of=len(PROMPT) + done, place=rng.randrange(4))
-        driver.turn()
-    assert decoded.tokens == plain
-
-
 def test_growth_of_no_nodes_changes_nothing(loop, reference_model):
     spec = SamplingSpec(max_new_tokens=6)
     driver = Driver(loop)
@@ -204,18 +188,6 @@ def test_opening_again_with_other_tokens_continues_these(loop, reference_model):
     driver.open(1, spec, expected, oracle_tree, epoch=2, output=other)
     driver.run()
     assert driver.decoded[1].tokens == expected
-
-
-def test_a_closed_session_gets_nothing_more_and_leaves_nothing(loop):
-    driver = Driver(loop)
-    decoded = driver.open(1, SamplingSpec(max_new_tokens=50), [], no_tree)
-    for _ in range(5):
-        driver.turn()
-    loop.close((7, 1), 1)
-    before = len(decoded.tokens)
-    driver.run()
-    assert len(decoded.tokens) == before > 0
-    assert (loop.session_count, loop.kv.used) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -318,25 +290,6 @@ def test_a_session_does_not_wait_for_one_with_another_beginning(checkpoint):
     assert loop.rounds_read - rounds <= 32
 
 
-@pytest.mark.parametrize("delayed", [3, 8])
-def test_a_chunk_that_comes_late_is_computed_once(delayed, loop, reference_model):
-    """More records than the ring takes at once stand before it."""
-    spec = SamplingSpec(max_new_tokens=6)
-    prompt = [(7 * number + delayed) % 61 for number in range(40)]
-    plain = plain_decode(reference_model, prompt, spec).tokens
-    driver = Driver(loop)
-    driver.open(2, SamplingSpec(max_new_tokens=60), [], no_tree)
-    for _ in range(delayed):
-        driver.turn()
-    decoded = driver.open(1, spec, plain, no_tree, prompt=prompt)
-    # Growth from long ago, which the pool drops.
-    count = 4200
-    ids = list(range(10**6, 10**6 + count))
-    loop.grow(Growth.of_session((7, 2), 1, 0, 1, ids, [999_999] * count, [1] * count, [0.5] * count))
-    driver.run()
-    assert decoded.tokens == plain
-
-
 def test_scores_that_are_not_finite_end_their_session_and_leave_no_kv(checkpoint, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(checkpoint, folder)
@@ -355,19 +308,6 @@ def test_scores_that_are_not_finite_end_their_session_and_leave_no_kv(checkpoint
     driver.run()
     assert again.results[-1].fault is not None
     assert again.results[-1].cached_tokens <= 2, "KV of the broken token was remembered"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"max_step_rows": 32, "max_sessions": 64}, "max_step_rows: 32 given, at least max_sessions"),
-        ({"capacity": 100}, "capacity: 100 given, a power of two"),
-        ({"max_prefill_tokens": 0}, "max_prefill_tokens: 0 given, at least 1"),
-    ],
-)
-def test_sizes_that_cannot_be(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        RoundConfig(**{"max_sessions": 8, "max_model_len": 100} | sizes)
 
 
 def test_a_session_that_outgrows_the_cache_says_what_to_raise(checkpoint):

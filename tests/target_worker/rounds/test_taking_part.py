@@ -185,20 +185,6 @@ def test_a_preempted_session_in_sync_mode_asks_for_its_tree_again(checkpoint, re
     assert tokens[2] == plain_decode(reference_model, PROMPT, spec).tokens
 
 
-def test_without_speculation_growth_is_dropped(loop, reference_model):
-    spec = SamplingSpec(max_new_tokens=12)
-    plain = plain_decode(reference_model, PROMPT, spec).tokens
-    loop.open(replace(open_request(1, spec), mode=SpeculationMode.OFF))
-    trees, tokens = Trees(loop), list[int]()
-    while loop.session_count:
-        tree = oracle_tree(random.Random(0), plain[len(tokens) :])
-        trees.grow(1, tree, as_of=len(PROMPT) + len(tokens))
-        for result in turn(loop):
-            assert (len(result.tokens), result.selected) == (1, 0)
-            tokens += result.tokens
-    assert tokens == plain
-
-
 @pytest.mark.parametrize("marked", ["at first", "later", "as they open"])
 def test_a_session_that_is_alone_shares_no_round_and_all_go_on(marked, loop, reference_model):
     specs = {number: SamplingSpec(temperature=1.0, seed=number, max_new_tokens=14) for number in range(1, 6)}

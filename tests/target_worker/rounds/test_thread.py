@@ -12,17 +12,13 @@ from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import PROMPT, FixedTimes, config_of, make_runner, open_request
 
 from outrider.errors import OutriderError, WorkerUnavailable
-from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.commands import (
     BoundsCommand,
-    CloseCommand,
-    HoldCommand,
     Load,
     OpenCommand,
     RoundCost,
 )
-from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.session import SessionResult
@@ -146,29 +142,6 @@ def test_a_session_whose_columns_hang_on_their_way_to_the_device_is_noticed(serv
     until(lambda: not thread.watch.age_s)
 
 
-def test_growth_is_verified_and_says_who_had_proposed_it(served, reference_model):
-    plain, owner = plain_decode(reference_model, PROMPT, SPEC).tokens, Owner()
-    key = (7, 1)
-    grown = Growth.of_session(key, 1, 0, len(PROMPT), range(1, 6), range(5), plain[:5], [0.9] * 5, drafter=2)
-    served.thread.submit([OpenCommand(owner, open_request(1, SPEC)), BoundsCommand(key, 1, 0, False)])
-    served.thread.submit([grown, BoundsCommand(key, 1, 1000, False)])
-    until(lambda: owner.has_ended(1))
-    assert owner.tokens(1) == plain
-    assert [sources for result in owner.results for sources in result.drafters] == [4] * 5
-
-
-def test_an_owner_that_does_not_read_lets_its_sessions_rest(served, reference_model):
-    thread, owners = served.thread, [Owner(), Owner()]
-    thread.submit([HoldCommand(owners[0], True)])
-    thread.submit([OpenCommand(owner, open_request(number, SPEC)) for number, owner in enumerate(owners)])
-    until(lambda: owners[1].has_ended(1))
-    until(lambda: not thread.watch.age_s)
-    assert (owners[0].tokens(0), thread.holds) == ([], 1)
-    thread.submit([HoldCommand(owners[0], False)])
-    until(lambda: owners[0].has_ended(0))
-    assert owners[0].tokens(0) == plain_decode(reference_model, PROMPT, SPEC).tokens
-
-
 def test_only_the_owner_that_leaves_loses_its_sessions(served):
     thread, owners = served.thread, [Owner(), Owner()]
     # The second has the session from its reopening on.
@@ -186,21 +159,6 @@ def test_only_the_owner_that_leaves_loses_its_sessions(served):
     until(lambda: owners[1].has_ended(1))
     assert len(owners[1].tokens(1)) == SPEC.max_new_tokens
     until(lambda: not thread.load.slots_used)
-
-
-def test_sessions_of_other_weights_are_refused_and_a_reload_closes_all(served, checkpoint, reference_model):
-    thread, owner = served.thread, Owner()
-    thread.weights = "abc"
-    thread.submit([OpenCommand(owner, replace(open_request(1, SPEC), weights="def"))])
-    thread.submit([OpenCommand(owner, replace(open_request(2, SPEC), weights="abc"))])
-    thread.submit([BoundsCommand((7, 2), 1, len(PROMPT) + 3, False)])
-    until(lambda: owner.has_ended(1) and len(owner.tokens(2)) == 3)
-    thread.run_alone(lambda loop: loop.reload(checkpoint)).result(60)
-    faults = {result.key[1]: result.fault for result in owner.results if result.fault is not None}
-    assert {number: fault.code for number, fault in faults.items()} == {1: Code.ABORTED, 2: Code.ABORTED}
-    thread.submit([OpenCommand(owner, open_request(3, SPEC))])
-    until(lambda: owner.has_ended(3))
-    assert owner.tokens(3) == plain_decode(reference_model, PROMPT, SPEC).tokens
 
 
 @pytest.mark.parametrize("served", [StoppingProgram], indirect=True)
@@ -238,17 +196,6 @@ def test_what_ends_the_thread_is_told_to_everybody(served):
     with pytest.raises(WorkerUnavailable):
         thread.run_alone(lambda loop: None).result(60)
     thread.leave(owner)
-
-
-def test_a_close_while_rounds_run_frees_everything(served):
-    thread, owner = served.thread, Owner()
-    for epoch in range(1, 8):
-        thread.submit([OpenCommand(owner, open_request(1, SPEC, epoch=epoch))])
-        until(lambda epoch=epoch: any(result.epoch == epoch for result in owner.results))
-        thread.submit([CloseCommand((7, 1), epoch)])
-    until(lambda: not thread.load.sessions and not thread.load.slots_used)
-    assert all(result.fault is None for result in owner.results)
-    assert not any(result.finish is Finish.STOP for result in owner.results)
 
 
 def test_a_model_that_cannot_be_loaded_is_told_by_ready():
