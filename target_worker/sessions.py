@@ -10,6 +10,7 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from outrider.kernels.verification.walk import MAX_RATES
 from outrider.sampling import SamplingSpec, VerificationRule
 
 # The device counts indices in 32 bits.
@@ -95,7 +96,13 @@ class TokenLogprobs:
 
 
 def check_open(
-    request: OpenRequest, ids: npt.NDArray[np.int64], *, vocab_size: int, max_model_len: int, num_slots: int
+    request: OpenRequest,
+    ids: npt.NDArray[np.int64],
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    num_slots: int,
+    logprobs: int,
 ) -> None:
     """Check a session that is to be opened: everything that is wrong whatever the model will say.
 
@@ -105,6 +112,7 @@ def check_open(
         vocab_size: of the target.
         max_model_len: most tokens that the target takes.
         num_slots: tokens whose KV fits.
+        logprobs: most alternatives with log probabilities.
 
     Raises:
         SessionFault: INVALID_ARGUMENT, with what is wrong and what would do.
@@ -117,7 +125,7 @@ def check_open(
         raise _invalid(f"{len(ids)} tokens given, the model takes {max_model_len} (max_model_len)")
     if (fault := fit_fault(len(ids), num_slots)) is not None:
         raise fault
-    _check_sampling(request.sampling, vocab_size)
+    _check_sampling(request.sampling, vocab_size, logprobs)
 
 
 def fit_fault(length: int, num_slots: int) -> SessionFault | None:
@@ -130,28 +138,7 @@ def fit_fault(length: int, num_slots: int) -> SessionFault | None:
     )
 
 
-def check_bounds(sampling: SamplingSpec, *, logprobs: int, rates: int) -> None:
-    """Check that a device has room for a session's parameters.
-
-    Args:
-        sampling: the parameters.
-        logprobs: most alternatives with log probabilities.
-        rates: most rates of the synthetic rule.
-
-    Raises:
-        SessionFault: INVALID_ARGUMENT, with what is given and what fits.
-    """
-    given = {
-        "logprobs": (sampling.logprobs or 0, logprobs),
-        "synthetic_rates": (len(sampling.synthetic_rates) * sampling.is_synthetic, rates),
-        "min_new_tokens": (sampling.min_new_tokens, _MOST_NEW_TOKENS),
-    }
-    for name, (count, most) in given.items():
-        if count > most:
-            raise _invalid(f"sampling: {name}: {count} given, at most {most} needed")
-
-
-def _check_sampling(sampling: SamplingSpec, vocab_size: int) -> None:
+def _check_sampling(sampling: SamplingSpec, vocab_size: int, most_logprobs: int) -> None:
     if (fault := sampling.fault(vocab_size)) is not None:
         raise _invalid(f"sampling: {fault}")
     only_stops = set(sampling.allowed_token_ids) <= set(sampling.stop_token_ids)
@@ -162,6 +149,14 @@ def _check_sampling(sampling: SamplingSpec, vocab_size: int) -> None:
     thresholds = (sampling.threshold_single, sampling.threshold_acc)
     if sampling.rule is VerificationRule.TARGET_ONLY and not all(0 < value <= 1 for value in thresholds):
         raise _invalid(f"thresholds: {thresholds} given, above 0 and at most 1 needed")
+    bounds = {
+        "logprobs": (sampling.logprobs or 0, most_logprobs),
+        "synthetic_rates": (len(sampling.synthetic_rates) * sampling.is_synthetic, MAX_RATES),
+        "min_new_tokens": (sampling.min_new_tokens, _MOST_NEW_TOKENS),
+    }
+    for name, (count, most) in bounds.items():
+        if count > most:
+            raise _invalid(f"sampling: {name}: {count} given, at most {most} needed")
 
 
 def _invalid(message: str) -> SessionFault:

@@ -82,16 +82,16 @@ class Admission:
 
     def _extend(self, session: Session) -> None:
         """Let a running session have slots for the rounds to come, of the youngest where none is free."""
-        row, had = session.row, self._kv.length(session.row)
-        needed = min(session.length + self._program.runs_ahead, session.limit - 1, self._kv.num_slots)
+        row, had = session.row, self._kv.slots.length(session.row)
+        needed = min(session.length + self._program.runs_ahead, session.limit - 1, self._kv.slots.num_slots)
         if had < needed and not self._make_room(session, needed - had):
             if not self._kv.freed_by(self._closing):
                 self._preempt(session)
             return
-        wanted = min(session.length + self._ahead, had + self._kv.free, self._kv.row_len)
+        wanted = min(session.length + self._ahead, had + self._kv.slots.free, self._kv.slots.max_row_len)
         if wanted > had and self._kv.extend(row, wanted):
             records = Records()
-            records.slots(row, session.generation, start=had, slots=self._kv.slots(row, had, wanted).tolist())
+            records.slots(row, session.generation, start=had, slots=self._kv.slots.table[row, had:wanted].tolist())
             self._inbox.put(records.array())
 
     def _begin(self, session: Session) -> bool:
@@ -108,11 +108,11 @@ class Admission:
         if self._is_being_computed(tokens, known):
             self._kv.end(row, tokens[:known])
             return True
-        needed = min(length + 1, session.limit, self._kv.num_slots) - known
-        if needed > self._kv.free and not self._make_room(session, needed):
+        needed = min(length + 1, session.limit, self._kv.slots.num_slots) - known
+        if needed > self._kv.slots.free and not self._make_room(session, needed):
             self._kv.end(row, tokens[:known])
             return False
-        self._kv.extend(row, min(length + self._ahead, known + self._kv.free, self._kv.row_len))
+        self._kv.extend(row, min(length + self._ahead, known + self._kv.slots.free, self._kv.slots.max_row_len))
         self._spare_row = None
         session.row, session.generation = row, generation
         session.is_open, session.is_shared = True, False
@@ -120,7 +120,7 @@ class Admission:
         session.cached = session.planned = known
         session.reached = max(session.reached, known)
         self.by_row[row] = session
-        slots = self._kv.slots(row, 0, self._kv.length(row))
+        slots = self._kv.slots.table[row, : self._kv.slots.length(row)]
         self._program.describe_row(session, slots)
         session.told_reach, session.told_round = session.reach, 0
         records = Records()
@@ -151,14 +151,14 @@ class Admission:
         weaker = [other for other in others if other.is_held or other.order > session.order]
         weaker.sort(key=lambda other: (other.is_held, other.order))
         victims, coming = list[Session](), list(self._closing)
-        while count > self._kv.free + self._kv.freed_by(coming):
+        while count > self._kv.slots.free + self._kv.freed_by(coming):
             if not weaker:
                 return False
             victims.append(weaker.pop())
             coming.append(victims[-1].row)
         for victim in victims:
             self._preempt(victim)
-        return count <= self._kv.free
+        return count <= self._kv.slots.free
 
     def _preempt(self, session: Session) -> None:
         """Take a session's slots; it begins again when there are enough, and its trees are to be sent again."""
@@ -188,8 +188,8 @@ def length_ahead(kv: RowKv, running: Sequence[Session], *, rows: int) -> int:
         running: those that share the free slots.
         rows: most that rounds under way and the next one can fill.
     """
-    held = sum(max(kv.length(session.row) - session.length, 0) for session in running)
-    return max(1, min(rows, (kv.free + held) // (_AHEAD_PART * max(len(running), 1))))
+    held = sum(max(kv.slots.length(session.row) - session.length, 0) for session in running)
+    return max(1, min(rows, (kv.slots.free + held) // (_AHEAD_PART * max(len(running), 1))))
 
 
 def chunks(

@@ -5,12 +5,12 @@ have computed is borrowed from the prefix cache. Rounds under way write to a row
 only once the device has reported that the row is closed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.kv_slots import Slots, SlotTable
+from outrider.engine.kv_slots import SlotTable
 from outrider.engine.prefix_cache import PrefixCache
 
 
@@ -20,49 +20,19 @@ class RowKv:
     Args:
         slots: the table; its rows are those of the pool.
         remembers: whether KV outlives its session, in a prefix cache.
+
+    Attributes:
+        slots: as given.
     """
 
     def __init__(self, slots: SlotTable, *, remembers: bool) -> None:
-        self._slots = slots
+        self.slots = slots
         self._cache = PrefixCache(slots) if remembers else None
-
-    @property
-    def num_slots(self) -> int:
-        """All slots."""
-        return self._slots.num_slots
-
-    @property
-    def row_len(self) -> int:
-        """Most slots of a row."""
-        return self._slots.max_row_len
-
-    @property
-    def free(self) -> int:
-        """Slots that no row holds, those of remembered KV included."""
-        return self._slots.free
-
-    @property
-    def used(self) -> int:
-        """Slots that rows hold."""
-        return self._slots.used
-
-    @property
-    def remembered(self) -> int:
-        """Slots that no row holds, with KV that is remembered."""
-        return self._slots.remembered
 
     @property
     def remembers(self) -> bool:
         """True if others find what one session computes."""
         return self._cache is not None
-
-    def length(self, row: int) -> int:
-        """Slots of the row."""
-        return self._slots.length(row)
-
-    def slots(self, row: int, begin: int, end: int) -> Slots:
-        """Return the row's slots between two indices."""
-        return self._slots.table[row, begin:end]
 
     def begin(self, row: int, tokens: npt.NDArray[np.int32]) -> int:
         """Give an empty row the known KV of the longest beginning of these tokens; returns its length."""
@@ -70,16 +40,12 @@ class RowKv:
 
     def extend(self, row: int, length: int) -> bool:
         """Let the row have this many slots, if there are as many; returns whether it has."""
-        missing = length - self._slots.length(row)
-        if missing > self._slots.free or length > self._slots.max_row_len:
+        missing = length - self.slots.length(row)
+        if missing > self.slots.free or length > self.slots.max_row_len:
             return False
         if missing > 0:
-            self._slots.extend(row, missing)
+            self.slots.extend(row, missing)
         return True
-
-    def reorder(self, row: int, start: int, count: int, kept: Sequence[int]) -> None:
-        """Re-point slots as the device's walk has: see `SlotTable.reorder`."""
-        self._slots.reorder(row, start, count, kept)
 
     def share(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
         """Let others find the KV of these tokens, the row's first ones; rounds may be using it."""
@@ -88,17 +54,13 @@ class RowKv:
 
     def end(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
         """Take all slots from a row that no round uses; the KV of these tokens, its first ones, is remembered."""
-        self._slots.truncate(row, len(tokens))
+        self.slots.truncate(row, len(tokens))
         if self._cache is not None:
             self._cache.keep(row, tokens)
-        self._slots.truncate(row, 0)
+        self.slots.truncate(row, 0)
 
     def freed_by(self, rows: Iterable[int]) -> int:
         """Return how many slots would become free if all these rows ended."""
         if self._cache is not None:
             return self._cache.freed_by(rows)
-        return sum(self._slots.length(row) for row in rows)
-
-    def forget(self) -> None:
-        """Remember nothing of what no row holds."""
-        self._slots.reclaim()
+        return sum(self.slots.length(row) for row in rows)

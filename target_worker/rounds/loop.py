@@ -29,7 +29,7 @@ from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
-from outrider.kernels.verification.walk import MAX_RATES, Finish
+from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.admission import Admission, chunks
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
@@ -47,7 +47,6 @@ from outrider.target_worker.sessions import (
     OpenRequest,
     SessionFault,
     SessionKey,
-    check_bounds,
     check_open,
     fit_fault,
 )
@@ -191,9 +190,9 @@ class RoundLoop:
             ids,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            num_slots=self._kv.num_slots,
+            num_slots=self._kv.slots.num_slots,
+            logprobs=self._config.logprobs,
         )
-        check_bounds(request.sampling, logprobs=self._config.logprobs, rates=MAX_RATES)
         if held is None and len(self._sessions) >= self._config.max_sessions:
             message = f"all {self._config.max_sessions} rows are taken: raise max_num_seqs"
             raise SessionFault(Code.RESOURCE_EXHAUSTED, message)
@@ -364,7 +363,7 @@ class RoundLoop:
         while self._admission.is_closing:
             self._launch()
             self._wait()
-        self._kv.forget()
+        self._kv.slots.reclaim()
         self._runner.refill(folder)
 
     def _read(self) -> None:
@@ -448,13 +447,13 @@ class RoundLoop:
                 self._kv.share(session.row, session.history[: session.length - 1])
                 session.is_shared = True
             kept = accepted[: min(len(accepted), len(tokens) - 1)]
-            self._kv.reorder(session.row, session.length - 1, rows, [0, *kept])
+            self._kv.slots.reorder(session.row, session.length - 1, rows, [0, *kept])
             if has_host_stops(session.sampling):
                 finish = _end_at_stop(session, tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
         if finish is Finish.NONE:
-            fault = fit_fault(session.length, self._kv.num_slots)
+            fault = fit_fault(session.length, self._kv.slots.num_slots)
         lost = int(read.columns[ReportColumn.LOST, number])
         if tokens or lost or fault is not None:
             result = SessionResult(

@@ -329,8 +329,8 @@ class RoundThread:
         kv, counts = loop.kv, self.counts
         self._gauges = Load(
             sessions=loop.session_count,
-            slots_used=kv.used,
-            slots_cached=kv.remembered,
-            slots_total=kv.num_slots,
+            slots_used=kv.slots.used,
+            slots_cached=kv.slots.remembered,
+            slots_total=kv.slots.num_slots,
             steps=counts.verify_steps + counts.prefill_steps,
         )

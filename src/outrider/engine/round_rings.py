@@ -23,7 +23,6 @@ On a CPU a round is a function; the host reads all there is before it launches t
 from __future__ import annotations
 
 import platform
-import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +103,7 @@ class _Session:
 
 
 class Inbox:
-    """Rows, the ring, and a queue of records that it has no room for. Thread-safe.
+    """Rows, the ring, and a queue of records that it has no room for. For the thread of `Rounds`.
 
     Args:
         memory: the rings.
@@ -128,20 +127,18 @@ class Inbox:
         self._queue: deque[npt.NDArray[np.int32]] = deque()
         # (head behind the record, kind, session) of urgent records that the tail has not passed.
         self._urgent: deque[tuple[int, int, _Session]] = deque()
-        self._lock = threading.Lock()
 
     def take_row(self) -> tuple[int, int] | None:
         """Hand out a free row with the generation of its next opening, or None if there is none.
 
         No launched round uses the row. It is given back by a CLOSE, whether or not an OPEN was sent.
         """
-        with self._lock:
-            if not self._free:
-                return None
-            row = self._free.popleft()
-            generation = self._generations[row] = (self._generations[row] + 1) % 2**32
-            self._sessions[row] = _Session(row=row, generation=generation)
-            return row, generation
+        if not self._free:
+            return None
+        row = self._free.popleft()
+        generation = self._generations[row] = (self._generations[row] + 1) % 2**32
+        self._sessions[row] = _Session(row=row, generation=generation)
+        return row, generation
 
     def put(self, records: npt.NDArray[np.int32]) -> None:
         """Take records. Urgent ones are in the ring on return, the others as far as there is room.
@@ -156,31 +153,29 @@ class Inbox:
             ValueError: a PREEMPT before the last one's release, or a second OPEN.
         """
         begin = 0
-        with self._lock:
-            for place in np.flatnonzero(_IS_URGENT[records[:, 0] & 0xFF]).tolist():
-                self._queue.append(records[begin:place])
-                self._put_urgent(records[place : place + 1])
-                begin = place + 1
-            self._queue.append(records[begin:])
-            self._move_queued()
+        for place in np.flatnonzero(_IS_URGENT[records[:, 0] & 0xFF]).tolist():
+            self._queue.append(records[begin:place])
+            self._put_urgent(records[place : place + 1])
+            begin = place + 1
+        self._queue.append(records[begin:])
+        self._move_queued()
 
     def reported(self, tail: int) -> list[Release]:
         """Learn how far the device has read: gives places of the ring and rows free, and returns what is released."""
         released = []
-        with self._lock:
-            self._tail = tail
-            while self._urgent and self._urgent[0][0] <= tail:
-                _, kind, session = self._urgent.popleft()
-                session.in_ring.remove(kind)
-                if session.limits is not None and kind == RecordKind.LIMITS:
-                    record, session.limits = session.limits, None
-                    self._put_urgent(record)
-                if kind in {RecordKind.PREEMPT, RecordKind.CLOSE}:
-                    closed = kind == RecordKind.CLOSE
-                    released.append(Release(row=session.row, generation=session.generation, closed=closed))
-                    if closed:
-                        self._free.append(session.row)
-            self._move_queued()
+        self._tail = tail
+        while self._urgent and self._urgent[0][0] <= tail:
+            _, kind, session = self._urgent.popleft()
+            session.in_ring.remove(kind)
+            if session.limits is not None and kind == RecordKind.LIMITS:
+                record, session.limits = session.limits, None
+                self._put_urgent(record)
+            if kind in {RecordKind.PREEMPT, RecordKind.CLOSE}:
+                closed = kind == RecordKind.CLOSE
+                released.append(Release(row=session.row, generation=session.generation, closed=closed))
+                if closed:
+                    self._free.append(session.row)
+        self._move_queued()
         return released
 
     @property
@@ -190,8 +185,7 @@ class Inbox:
 
     def is_queued(self, row: int) -> bool:
         """True if records of a row wait for room in the ring."""
-        with self._lock:
-            return any((records[:, 1] == row).any() for records in self._queue)
+        return any((records[:, 1] == row).any() for records in self._queue)
 
     def _put_urgent(self, record: npt.NDArray[np.int32]) -> None:
         kind, row, generation = int(record[0, 0]) & 0xFF, int(record[0, 1]), int(record[0, 2]) % 2**32

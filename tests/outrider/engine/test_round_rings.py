@@ -1,13 +1,6 @@
-"""The rings between host and rounds: every schedule of a small size, threads beside a round loop, a GPU."""
+"""The rings between host and rounds: every schedule of a small size, and a GPU."""
 
 from __future__ import annotations
-
-import random
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -202,77 +195,9 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         RingMemory.allocate(records=8, early_words=1, report_words=1, pinned=True)
 
 
-@contextmanager
-def _short_turns_of_threads() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-
-
-class Writer(threading.Thread):
-    """Sends sessions' records one session after the other, each closed once all of it has been taken."""
-
-    def __init__(self, inbox: Inbox, taken: dict[tuple[int, int], int], seed: int) -> None:
-        super().__init__(daemon=True)
-        self._inbox, self._taken, self._random = inbox, taken, random.Random(seed)
-        self.sent: dict[tuple[int, int], int] = {}
-        self.start()
-
-    def run(self) -> None:
-        for _ in range(4):
-            while (session := self._inbox.take_row()) is None:
-                time.sleep(0.001)
-            number = 0
-            self._inbox.put(_records(OPEN, session, 0))
-            for _ in range(30):
-                count = self._random.randint(1, 20)
-                self._inbox.put(_records(GROWTH, session, *range(number, number + count)))
-                number += count
-                self._inbox.put(_records(LIMITS, session, number))
-            while self._taken.get(session, 0) < number:
-                time.sleep(0.001)
-            self._inbox.put(_records(CLOSE, session, number))
-            self.sent[session] = number
-
-
-def test_threads_write_beside_rounds() -> None:
-    rig = Rig(rows=3, ring=32, most=16)
-    taken: dict[tuple[int, int], int] = {}
-    limits: dict[tuple[int, int], int] = {}
-    is_open: dict[int, tuple[int, int]] = {}
-    with _short_turns_of_threads():
-        writers = [Writer(rig.inbox, taken, seed) for seed in range(4)]
-        while any(writer.is_alive() for writer in writers) or rig.inbox.has_records:
-            if not rig.inbox.has_records:
-                time.sleep(0.0001)
-                continue
-            rig.run()
-            for kind, row, generation, number, *_ in rig.device.taken:
-                session = (row, generation)
-                if kind == OPEN:
-                    assert row not in is_open
-                    is_open[row] = session
-                assert is_open[row] == session
-                if kind == GROWTH:
-                    assert number == taken.get(session, 0)
-                    taken[session] = number + 1
-                elif kind == LIMITS:
-                    assert number > limits.get(session, -1)
-                    limits[session] = number
-                elif kind == CLOSE:
-                    del is_open[row]
-            rig.device.taken.clear()
-    assert taken == {session: number for writer in writers for session, number in writer.sent.items()}
-    assert len(taken) == 16
-    assert sum(taken.values()) > 3000
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_rounds_run_ahead_on_a_gpu_while_a_thread_writes() -> None:
+def test_rounds_run_ahead_on_a_gpu_while_the_host_writes() -> None:
     device, total, most, words = torch.device("cuda"), 60_000, 64, 3000
     memory = RingMemory.allocate(records=256, early_words=2, report_words=words, pinned=True)
     inbox = Inbox(memory, rows=1)
@@ -309,32 +234,28 @@ def test_rounds_run_ahead_on_a_gpu_while_a_thread_writes() -> None:
             half()
     torch.cuda.synchronize()
 
-    def write() -> None:
-        session = inbox.take_row()
-        assert session is not None
-        inbox.put(_records(OPEN, session, 0))
-        for number in range(1, total, 40):
-            inbox.put(_records(GROWTH, session, *range(number, min(number + 40, total))))
-
+    session = inbox.take_row()
+    assert session is not None
+    inbox.put(_records(OPEN, session, 0))
+    written = 1
     expected = np.arange(words)
     most_under_way = launched = taken = 0
-    with _short_turns_of_threads():
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        while taken < total or launched < 5000 or rounds.under_way:
-            while (event := rounds.poll()) is not None:
-                if isinstance(event, Early):
-                    assert 0 <= event.words[0] <= most
-                    assert event.words[1] == 7 * event.round
-                else:
-                    taken = int(event.words[0])
-                    assert np.array_equal(event.words[1:], 10_000 * event.round + expected[1:])
-            if rounds.may_launch(can_run=taken < total or launched < 5000):
-                for graph in graphs:
-                    graph.replay()
-                launched = rounds.launched() + 1
-                most_under_way = max(most_under_way, rounds.under_way)
-        writer.join()
+    while taken < total or launched < 5000 or rounds.under_way:
+        if written < total:
+            inbox.put(_records(GROWTH, session, *range(written, min(written + 40, total))))
+            written += 40
+        while (event := rounds.poll()) is not None:
+            if isinstance(event, Early):
+                assert 0 <= event.words[0] <= most
+                assert event.words[1] == 7 * event.round
+            else:
+                taken = int(event.words[0])
+                assert np.array_equal(event.words[1:], 10_000 * event.round + expected[1:])
+        if rounds.may_launch(can_run=taken < total or launched < 5000):
+            for graph in graphs:
+                graph.replay()
+            launched = rounds.launched() + 1
+            most_under_way = max(most_under_way, rounds.under_way)
     torch.cuda.synchronize()
     assert most_under_way == 2
     row, generation = int(log[0, 1]), int(log[0, 2])

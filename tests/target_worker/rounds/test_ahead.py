@@ -67,7 +67,7 @@ def test_sessions_that_come_go_wait_and_are_preempted(seed, caching, checkpoint,
         driver.turn()
     driver.run()
     assert [driver.decoded[number].tokens for number in range(6)] == plain
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
     assert driver.program.most_queued == 2
 
 
@@ -100,7 +100,7 @@ def test_weights_are_reloaded_with_rounds_under_way(checkpoint, reference_model)
     while driver.program.most_queued < 2 or not driver.loop.is_busy:
         driver.turn()
     driver.loop.reload(checkpoint)
-    assert (driver.loop.session_count, driver.loop.kv.used) == (0, 0)
+    assert (driver.loop.session_count, driver.loop.kv.slots.used) == (0, 0)
     again = driver.open(2, spec, plain, oracle_tree)
     driver.run()
     assert again.tokens == plain

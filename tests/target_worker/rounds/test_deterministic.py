@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tests.target_worker.rounds.driving import (
     Decoded,
     Driver,
@@ -18,7 +17,6 @@ from tests.target_worker.rounds.driving import (
     oracle_tree,
     random_tree,
 )
-from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.models import embedded_target_path
 from outrider.sampling import SamplingSpec
@@ -32,26 +30,6 @@ pytestmark = [
 _SHORT: dict[str, Any] = {"prompt_len": 40, "dtype": "bfloat16"}
 _LONG = _SHORT | {"prompt_len": 1005, "num_slots": 9000, "max_prefill_tokens": 512}
 _MODELS = {"llama": _SHORT, "window": _SHORT, "float32": _SHORT | {"dtype": "float32"}, "long": _LONG}
-
-
-@pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(5)
-    config = MistralConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=96,
-        initializer_range=0.4,
-        sliding_window=6,
-    )
-    folder = tmp_path_factory.mktemp("windowed")
-    MistralForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def run_session(

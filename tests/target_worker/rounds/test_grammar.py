@@ -158,7 +158,7 @@ def test_any_tree_gives_plain_decoding(name, loop, reference_model):
             rounds[make_tree] = len(decoded.results)
         assert rounds[no_tree] == len(plain)
         assert rounds[chain] <= most_rounds(len(plain), each=6), "the right nodes were not accepted"
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
 
 
 def test_a_tree_that_is_not_followed_to_its_end_gives_plain_decoding(loop, reference_model, monkeypatch):
@@ -224,7 +224,7 @@ def test_an_output_that_does_not_match_ends_its_session_alone(loop, reference_mo
         "structured_outputs: output token 0 (30) does not match the grammar",
         [],
     )
-    assert (loop.session_count, loop.kv.used) == (0, 0)
+    assert (loop.session_count, loop.kv.slots.used) == (0, 0)
 
 
 def test_nobody_waits_for_a_grammar_that_is_compiled(folder, reference_model, monkeypatch):

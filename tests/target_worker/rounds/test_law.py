@@ -3,22 +3,16 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.target_worker.rounds.driving import Driver, FixedTimes, Tree, config_of, make_runner
+from tests.target_worker.rounds.driving import Driver, Tree, loop_of, make_runner
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.buckets import MAX_CHUNKS
-from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.rounds.program import RoundProgram
 
 VOCABULARY = 4
 LENGTH = 3
@@ -27,7 +21,6 @@ SAMPLES = 50 * BATCH
 PROMPT = (1, 3, 2)
 
 Law = dict[tuple[int, ...], float]
-Alter = Callable[[torch.Tensor, Packed], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -65,37 +58,10 @@ def exact_law(model: LlamaForCausalLM) -> Law:
     return law
 
 
-class AlteredForward:
-    """The forward pass of a model whose logits come out as `alter` has them."""
-
-    def __init__(self, model: Any, alter: Alter) -> None:
-        self._model, self._alter = model, alter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def logits(self, packed: Packed, *arguments: Any, **options: Any) -> torch.Tensor:
-        return self._alter(self._model.logits(packed, *arguments, **options), packed)
-
-
-def honest(logits: torch.Tensor, _packed: Packed) -> torch.Tensor:
-    return logits
-
-
-def sample(folder: Path, *, seed: int, alter: Alter = honest) -> Counter[tuple[int, ...]]:
+def sample(folder: Path, *, seed: int) -> Counter[tuple[int, ...]]:
     """Outputs of many seeds, each round with random trees, so that every way through a tree is taken."""
-    runner = make_runner(folder, max_num_seqs=BATCH, num_slots=BATCH * 40)
-    config = config_of(runner, max_step_rows=BATCH * 12, max_prefill_tokens=BATCH * 4)
-    program = RoundProgram(
-        AlteredForward(runner.packed_forward(sessions=BATCH + MAX_CHUNKS), alter),  # pyright: ignore[reportArgumentType]
-        config,
-        num_slots=runner.slots.num_slots,
-        row_len=runner.slots.max_row_len,
-        vocab_size=VOCABULARY,
-        device=runner.device,
-        captures=False,
-    )
-    loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, BATCH * 4), program=program)
+    sizes = {"max_step_rows": BATCH * 12, "max_prefill_tokens": BATCH * 4}
+    loop = loop_of(make_runner(folder, max_num_seqs=BATCH, num_slots=BATCH * 40), chunk=BATCH * 4, **sizes)
     counts: Counter[tuple[int, ...]] = Counter()
     for first in range(0, SAMPLES, BATCH):
         driver = Driver(loop, seed=seed * 2**32 + first)
@@ -104,7 +70,7 @@ def sample(folder: Path, *, seed: int, alter: Alter = honest) -> Counter[tuple[i
             driver.open(number, spec, (), random_tree, prompt=PROMPT)
         driver.run()
         counts.update(tuple(decoded.tokens) for decoded in driver.decoded.values())
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
     return counts
 
 
@@ -127,23 +93,3 @@ def p_value(counts: Counter[tuple[int, ...]], law: Law) -> float:
 def test_emitted_tokens_follow_the_exact_law(small):
     folder, law = small
     assert p_value(sample(folder, seed=1), law) > 1e-3
-
-
-def test_a_warmer_choice_is_found_out(small):
-    folder, law = small
-    assert p_value(sample(folder, seed=2, alter=lambda logits, _packed: 0.6 * logits), law) < 1e-6
-
-
-def test_a_walk_that_takes_any_child_is_found_out(small):
-    folder, law = small
-    chance = random.Random(0)
-
-    def careless(logits: torch.Tensor, packed: Packed) -> torch.Tensor:
-        # Now and then a node is let through although the target would choose otherwise.
-        logits, tokens, parents = logits.clone(), packed.tokens.tolist(), packed.parents.tolist()
-        for row in range(1, len(logits)):
-            if 0 <= parents[row] == row - 1 and chance.random() < 0.3:
-                logits[row - 1, tokens[row]] += 1e6
-        return logits
-
-    assert p_value(sample(folder, seed=3, alter=careless), law) < 1e-6

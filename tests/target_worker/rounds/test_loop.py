@@ -16,7 +16,7 @@ from tests.target_worker.rounds.driving import (
     oracle_tree,
     random_tree,
 )
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import MistralForCausalLM
 
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
@@ -48,7 +48,7 @@ def test_any_tree_gives_plain_decoding(name, loop, reference_model):
             check_logprobs(decoded, plain, spec.logprobs)
     assert rounds[no_tree] == len(plain.tokens)
     assert rounds[oracle_tree] <= most_rounds(len(plain.tokens), each=5), "the oracle's nodes were not accepted"
-    assert (loop.session_count, loop.kv.used) == (0, 0)
+    assert (loop.session_count, loop.kv.slots.used) == (0, 0)
 
 
 def test_specs_meet_what_they_are_for(reference_model):
@@ -60,25 +60,11 @@ def test_specs_meet_what_they_are_for(reference_model):
 
 
 @pytest.mark.parametrize("decoder", [False, True])
-def test_a_sliding_window_sees_as_far_as_it_does_in_plain_decoding(decoder, tmp_path):
-    torch.manual_seed(5)
-    config = MistralConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=96,
-        initializer_range=0.4,
-        sliding_window=6,
-    )
-    model = MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
-    model.save_pretrained(tmp_path)
+def test_a_sliding_window_sees_as_far_as_it_does_in_plain_decoding(decoder, windowed):
+    model = MistralForCausalLM.from_pretrained(windowed, attn_implementation="eager").eval()
     spec = SamplingSpec(temperature=1.0, seed=2, max_new_tokens=24)
     plain = plain_decode(model, PROMPT, spec).tokens
-    driver = Driver(make_loop(tmp_path, decoder=decoder, chunk=3))
+    driver = Driver(make_loop(windowed, decoder=decoder, chunk=3))
     outputs = [driver.open(number, spec, plain, maker) for number, maker in enumerate((random_tree, oracle_tree))]
     driver.run()
     assert [decoded.tokens for decoded in outputs] == [plain] * 2

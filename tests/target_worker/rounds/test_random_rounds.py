@@ -78,4 +78,4 @@ def test_random_opens_closes_holds_and_growth_leave_nothing_behind(checkpoint, r
     driver.run()
     assert compared > ROUNDS / 40
     assert loop.preemptions > 0
-    assert (loop.session_count, loop.kv.used, loop.has_work) == (0, 0, False)
+    assert (loop.session_count, loop.kv.slots.used, loop.has_work) == (0, 0, False)

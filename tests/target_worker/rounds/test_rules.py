@@ -91,7 +91,7 @@ def test_rounds_decide_as_the_plain_rules_do(name, loop, reference_model):
         loop.close((7, 1), 1)
     assert accepted > 10
     driver.run()
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
 
 
 def test_under_rejection_a_drafted_stop_token_is_verified_like_any_other(loop):
@@ -115,7 +115,7 @@ def test_under_rejection_a_drafted_stop_token_is_verified_like_any_other(loop):
         ends += decoded.finish is Finish.STOP
         driver.run()
     assert ends > 20
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
 
 
 @pytest.mark.parametrize("rule", [TARGET_ONLY, REJECTION])
@@ -126,4 +126,4 @@ def test_rounds_that_verify_nothing_may_need_the_host(rule, checkpoint):
     decoded = driver.open(1, replace(rule, max_new_tokens=4), [], no_tree)
     driver.run()
     assert (len(decoded.tokens), decoded.finish) == (4, Finish.LENGTH)
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0

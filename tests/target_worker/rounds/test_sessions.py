@@ -58,8 +58,8 @@ def test_the_same_tokens_whatever_the_chunks_the_cache_and_preemption(chunk, cac
     assert [driver.decoded[number].tokens for number in range(5)] == plain
     cached = sum(driver.decoded[number].results[-1].cached_tokens for number in range(5))
     assert (cached > 0) == caching
-    assert loop.kv.used == 0
-    assert (loop.kv.remembered > 0) == caching
+    assert loop.kv.slots.used == 0
+    assert (loop.kv.slots.remembered > 0) == caching
     assert loop.preemptions > 0
 
 
@@ -173,7 +173,7 @@ def test_a_session_opened_again_keeps_its_kv_and_drops_old_growth(loop, referenc
     assert loop.session_count == 1, "a ghost closed a session that was reopened"
     driver.run()
     assert driver.decoded[1].tokens == plain[4:]
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
 
 
 def test_opening_again_with_other_tokens_continues_these(loop, reference_model):

@@ -137,7 +137,7 @@ def test_in_sync_mode_exactly_one_round_verifies_a_whole_tree(loop, reference_mo
     assert tokens == plain
     rest = finish(loop)
     assert beside + rest.get(2, []) == plain_decode(reference_model, PROMPT, other).tokens
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
 
 
 @pytest.mark.parametrize("ends", ["time", "place"])
@@ -225,7 +225,7 @@ def test_a_session_that_is_alone_shares_no_round_and_all_go_on(marked, loop, ref
     turns = [min(numbers & alone, default=0) for numbers, _ in rounds.seen[first:] if numbers]
     last = {turn: place for place, turn in enumerate(turns)}
     assert max(turns.index(turn) for turn in last) < min(last.values())
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
 
 
 def test_a_session_joins_the_others_again_and_is_held_like_any_other(loop, reference_model):
@@ -246,5 +246,5 @@ def test_a_session_joins_the_others_again_and_is_held_like_any_other(loop, refer
     for number, found in finish(loop).items():
         tokens[number] += found
     assert tokens == {1: plain, 2: plain}
-    assert loop.kv.used == 0
+    assert loop.kv.slots.used == 0
     assert rounds.seen

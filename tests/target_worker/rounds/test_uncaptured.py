@@ -40,7 +40,7 @@ def test_eager_rounds_give_plain_decoding(decoder, checkpoint, reference_model):
         outputs = [driver.open(number, specs[number], plain[number], random_tree) for number in part]
         driver.run()
         assert [decoded.tokens for decoded in outputs] == [plain[number] for number in part]
-    assert driver.loop.kv.used == 0
+    assert driver.loop.kv.slots.used == 0
 
 
 def test_no_eager_round_is_launched_ahead(checkpoint):
@@ -86,4 +86,4 @@ def test_flashinfer_rounds_accept_what_they_decode(tmp_path):
     assert len(plain.tokens) == len(again.tokens) == 24
     assert sum(result.accepted for result in again.results) >= 3
     assert [len(other.tokens) for other in others] == [30, 30]
-    assert driver.loop.kv.used == 0
+    assert driver.loop.kv.slots.used == 0
