@@ -19,14 +19,14 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import check_world_size
 from outrider.engine.tensor_parallel_leader import Leader
-from outrider.engine.tensor_parallel_ranks import Alone, Ranks
+from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError
 
-__all__ = ["Alone", "Leader", "Ranks", "start_ranks"]
+__all__ = ["Leader", "Ranks", "start_ranks"]
 
 
-def start_ranks(config: EngineConfig, source: WeightSource | None = None) -> "Leader | Alone":
+def start_ranks(config: EngineConfig, source: WeightSource | None = None) -> Ranks:
     """Starts the followers of `config.tensor_parallel_size` ranks; they load while the leader does.
 
     Args:
@@ -38,7 +38,7 @@ def start_ranks(config: EngineConfig, source: WeightSource | None = None) -> "Le
     """
     wanted = config.tensor_parallel_size
     if wanted == 1:
-        return Alone(torch.device(config.device))
+        return Ranks(torch.device(config.device))
     check_world_size(DecoderSpec.of(read_checkpoint(config)[0]), wanted)
     if config.device == "cuda" and torch.cuda.device_count() < wanted:
         raise CheckpointError(

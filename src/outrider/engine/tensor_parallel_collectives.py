@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,12 +69,15 @@ class SumOptions:
     fixed: bool = False
 
 
-class Collectives(Protocol):
-    """What a `Decoder` of one rank needs of the others."""
+class Collectives:
+    """What a `Decoder` of one rank needs of the others; on a CPU by gloo, over the loopback interface."""
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """[P, T, N] of this rank to parts [P', T, N] that add up to the sum over ranks, the same bits on every rank."""
-        ...
+        total = addend[0].contiguous() if len(addend) == 1 else addend.sum(0)
+        letters = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+        dist.all_gather(letters, total)
+        return torch.stack(letters)
 
     def sum_norm(
         self,
@@ -87,26 +89,31 @@ class Collectives(Protocol):
         addend_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`residual_norm` with the sum over ranks of `addend`."""
-        ...
+        return residual_norm(hidden, self.all_reduce(addend), weight, eps=eps, addend_weight=addend_weight)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""
-        ...
+        parts = logits.new_empty(dist.get_world_size(), *logits.shape)
+        dist.all_gather(list(parts), logits.contiguous())
+        return parts.transpose(0, 1).reshape(len(logits), -1)
 
     def broadcast(self, words: torch.Tensor) -> None:
         """Write rank 0's words into those of every other rank."""
-        ...
+        dist.broadcast(words, 0)
 
     def abort(self) -> None:
-        """Lets go whoever waits for a rank that is gone; what comes out is void. Any thread may call it."""
-        ...
+        """Lets go whoever waits for a rank that is gone; what comes out is void. Any thread may call it.
+
+        Gloo itself notices a rank that is gone.
+        """
 
     def close(self) -> None:
         """Leaves the group."""
-        ...
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> "GlooCollectives | CudaCollectives":
+def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> Collectives:
     """Joins the other ranks.
 
     Args:
@@ -127,7 +134,7 @@ def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> "Glo
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cpu":
-        return GlooCollectives()
+        return Collectives()
     # The first collective makes the communicator, which must not happen in a capture.
     dist.all_reduce(torch.zeros(1, device=device))
     return share_mailboxes(meeting, store, device, options)
@@ -217,7 +224,7 @@ def _handle_key(rank: int) -> str:
     return f"mailbox of rank {rank}"
 
 
-class CudaCollectives:
+class CudaCollectives(Collectives):
     """Mailboxes for what fits, NCCL for the rest. Nothing waits on the host: a graph may capture all of it.
 
     Args:
@@ -261,7 +268,7 @@ class CudaCollectives:
         fuses = len(hidden) > 1 and hidden.element_size() == 2 and not self._options.fixed
         if fuses and self.mailbox is not None and self.mailbox.takes_rows(*hidden.shape):
             return exchange_norm(hidden, addend, weight, self.mailbox, eps=eps, addend_weight=addend_weight)
-        return residual_norm(hidden, self.all_reduce(addend), weight, eps=eps, addend_weight=addend_weight)
+        return super().sum_norm(hidden, addend, weight, eps=eps, addend_weight=addend_weight)
 
     def _letter_dtype(self, addend: torch.Tensor) -> torch.dtype:
         """Few numbers travel as they are: what they take is not the wires' time."""
@@ -275,11 +282,7 @@ class CudaCollectives:
         width = columns * self._world_size
         if self.mailbox is not None and self.mailbox.takes_columns(rows, width, logits.dtype):
             return gather_columns(logits.contiguous(), self.mailbox)
-        return _gathered(logits)
-
-    def broadcast(self, words: torch.Tensor) -> None:
-        """Write rank 0's words into those of every other rank."""
-        dist.broadcast(words, 0)
+        return super().gather_logits(logits)
 
     def abort(self) -> None:
         """Sets the word that waiting kernels look at, and ends NCCL's communicator."""
@@ -288,56 +291,3 @@ class CudaCollectives:
                 self.mailbox.stopped.copy_(self._stop, non_blocking=True)
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
-
-    def close(self) -> None:
-        """Leaves the group."""
-        _leave()
-
-
-class GlooCollectives:
-    """All ranks' parts over the loopback interface."""
-
-    def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
-        """[P, T, N] of this rank to [W, T, N]."""
-        total = addend[0].contiguous() if len(addend) == 1 else addend.sum(0)
-        letters = [torch.empty_like(total) for _ in range(dist.get_world_size())]
-        dist.all_gather(letters, total)
-        return torch.stack(letters)
-
-    def sum_norm(
-        self,
-        hidden: torch.Tensor,
-        addend: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        eps: float,
-        addend_weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`residual_norm` with the sum over ranks of `addend`."""
-        return residual_norm(hidden, self.all_reduce(addend), weight, eps=eps, addend_weight=addend_weight)
-
-    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[R, v] of this rank to [R, W v] of all, in their order."""
-        return _gathered(logits)
-
-    def broadcast(self, words: torch.Tensor) -> None:
-        """Write rank 0's words into those of every other rank."""
-        dist.broadcast(words, 0)
-
-    def abort(self) -> None:
-        """Nothing: gloo itself notices a rank that is gone."""
-
-    def close(self) -> None:
-        """Leaves the group."""
-        _leave()
-
-
-def _gathered(logits: torch.Tensor) -> torch.Tensor:
-    parts = logits.new_empty(dist.get_world_size(), *logits.shape)
-    dist.all_gather(list(parts), logits.contiguous())
-    return parts.transpose(0, 1).reshape(len(logits), -1)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -12,15 +12,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.engine.config import EngineConfig
 from outrider.engine.tensor_parallel_collectives import Collectives, Meeting, SumOptions, connect
-from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Setup, rank_device
+from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Ranks, Setup, rank_device
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError, OutriderError, WorkerUnavailable
 
@@ -34,25 +31,19 @@ _POLL_S = 0.25
 _LOAD_NOTICE_S = 60.0
 
 
-class Leader:
+class Leader(Ranks):
     """Rank 0's side.
 
     Attributes:
-        rank: 0.
-        world_size: ranks of the model.
-        device: of this rank.
-        failed: done with the reason once a rank is lost; cancelled when all ended as they should.
+        failed: cancelled when all ended as they should.
     """
 
     def __init__(self, config: EngineConfig, source: WeightSource | None) -> None:
-        self.rank, self.world_size = 0, config.tensor_parallel_size
-        self.device = rank_device(config, 0)
-        self.failed: Future[None] = Future()
+        super().__init__(rank_device(config, 0), world_size=config.tensor_parallel_size)
         self._changed = threading.Condition()
         self._error: OutriderError | None = None
         self._closing = False
         self._deadline: float | None = None
-        self._collectives: Collectives | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-ranks-"))
         store_path = str(self._folder / secrets.token_hex(8))
         self._meeting = Meeting(rank=0, world_size=self.world_size, store_path=store_path)
@@ -111,11 +102,6 @@ class Leader:
         self._raise_if_failed()
         self._send((name, payload))
 
-    def broadcast(self, words: torch.Tensor) -> None:
-        """See `Collectives.broadcast`."""
-        assert self._collectives is not None, "the ranks are not connected"
-        self._collectives.broadcast(words)
-
     @contextlib.contextmanager
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> Iterator[None]:
         """Around a wait for what all ranks do; whatever goes wrong in it because a rank is lost, the loss is raised.
@@ -149,8 +135,7 @@ class Leader:
         self.failed.cancel()
         for follower in self._followers:
             follower.stop(by_force=by_force)
-        if self._collectives is not None:
-            self._collectives.close()
+        super().close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, message: tuple[str, object]) -> None:

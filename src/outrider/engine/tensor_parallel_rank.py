@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.tensor_parallel_collectives import Collectives, SumOptions, connect
-from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Setup, rank_device
+from outrider.engine.tensor_parallel_ranks import Ranks, Setup, rank_device
 from outrider.errors import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -29,23 +28,13 @@ logger = logging.getLogger(__name__)
 _WAKEFUL_S = 0.05
 
 
-class Follower:
-    """A follower's side.
-
-    Attributes:
-        rank: of this process.
-        world_size: ranks of the model.
-        device: of this rank.
-        failed: never done: a follower ends with its leader.
-    """
+class Follower(Ranks):
+    """A follower's side. It never learns of a loss: it ends with its leader."""
 
     def __init__(self, connection: Connection, setup: Setup) -> None:
-        self.failed: Future[None] = Future()
-        self.rank, self.world_size = setup.meeting.rank, setup.meeting.world_size
-        self.device = rank_device(setup.config, self.rank)
-        self._meeting = setup.meeting
-        self._connection = connection
-        self._collectives: Collectives | None = None
+        meeting = setup.meeting
+        super().__init__(rank_device(setup.config, meeting.rank), rank=meeting.rank, world_size=meeting.world_size)
+        self._meeting, self._connection = meeting, connection
 
     def least(self, value: int) -> int:
         """The least of the values that all ranks give."""
@@ -59,18 +48,6 @@ class Follower:
         self.least(0)
         self._collectives = connect(self._meeting, self.device, options)
         return self._collectives
-
-    def lead(self, name: str, payload: object = None) -> None:
-        """Nothing: it is the leader who leads."""
-
-    def broadcast(self, words: torch.Tensor) -> None:
-        """See `Collectives.broadcast`."""
-        assert self._collectives is not None, "the ranks are not connected"
-        self._collectives.broadcast(words)
-
-    def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
-        """Nothing: a follower ends with its leader, which watches all."""
-        return contextlib.nullcontext()
 
     def follow(self, commands: Mapping[str, Callable[[Any], object]]) -> None:
         """Runs what the leader sends until it says stop, or is gone.
@@ -94,11 +71,6 @@ class Follower:
         deadline = time.monotonic() + _WAKEFUL_S
         while not poll.poll(0) and time.monotonic() < deadline:
             pass
-
-    def close(self) -> None:
-        """Leaves the group."""
-        if self._collectives is not None:
-            self._collectives.close()
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -13,50 +12,6 @@ from outrider.engine.weight_source import WeightSource
 
 # A rank that is alive and does not answer, a step that never ends: noticed by time alone. A first step may compile.
 STEP_TIMEOUT_S = 120.0
-
-
-class Ranks(Protocol):
-    """One rank's way to the others.
-
-    Attributes:
-        rank: of this process.
-        world_size: ranks of the model.
-        device: of this rank.
-        failed: done with the reason once another rank is lost.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    failed: Future[None]
-
-    def least(self, value: int) -> int:
-        """The least of the values that all ranks give; all must call it, as often."""
-        ...
-
-    def connect(self, options: SumOptions) -> Collectives:
-        """Joins the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
-        ...
-
-    def lead(self, name: str, payload: object = None) -> None:
-        """Sends a command to all followers, which they run after the ones before; nothing on a follower."""
-        ...
-
-    def broadcast(self, words: torch.Tensor) -> None:
-        """See `Collectives.broadcast`; all must call it, with words of equal size."""
-        ...
-
-    def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for what all ranks do.
-
-        Raises (as it is left):
-            WorkerUnavailable: a rank was lost meanwhile or before, or the wait took too long.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends the followers and leaves the group."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,37 +36,46 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank) if config.device == "cuda" else torch.device(config.device)
 
 
-class Alone:
-    """One process that runs the whole model.
+class Ranks:
+    """One rank's way to the others; here that of a process that runs the whole model.
 
     Attributes:
-        rank: 0.
-        world_size: 1.
-        device: of the process.
-        failed: never done.
+        rank: of this process.
+        world_size: ranks of the model.
+        device: of this rank.
+        failed: done with the reason once another rank is lost.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.world_size, self.device = 0, 1, device
+    def __init__(self, device: torch.device, *, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
         self.failed: Future[None] = Future()
+        self._collectives: Collectives | None = None
 
     def least(self, value: int) -> int:
-        """The value."""
+        """The least of the values that all ranks give; all must call it, as often."""
         return value
 
     def connect(self, options: SumOptions) -> Collectives:
-        """There is nobody to connect to."""
+        """Joins the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
         raise AssertionError("one rank has no others")
 
     def lead(self, name: str, payload: object = None) -> None:
-        """Nobody follows."""
+        """Sends a command to all followers, which they run after the ones before; nothing on a follower."""
 
     def broadcast(self, words: torch.Tensor) -> None:
-        """Nobody else has any."""
+        """See `Collectives.broadcast`; all must call it, with words of equal size."""
+        if self._collectives is not None:
+            self._collectives.broadcast(words)
 
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
-        """Nobody can be lost."""
+        """Around a wait for what all ranks do; a follower ends with its leader, which watches all.
+
+        Raises (as it is left):
+            WorkerUnavailable: a rank was lost meanwhile or before, or the wait took too long.
+        """
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Nobody is to be ended."""
+        """Ends the followers and leaves the group."""
+        if self._collectives is not None:
+            self._collectives.close()

@@ -13,7 +13,7 @@ from outrider.engine.decoder_loading import load_decoder
 from outrider.engine.kv_memory import KvCaches
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.packed_forward import PackedForward
-from outrider.engine.tensor_parallel import Alone
+from outrider.engine.tensor_parallel import Ranks
 from outrider.kernels.pool.append import append
 from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.graft import graft
@@ -147,12 +147,12 @@ def test_deterministic_passes_name_paths_and_splits(tmp_path: Path):
         batches.append(tensors[3])
         return tree_attention(*tensors, **numbers)
 
-    loaded, _, _ = load_decoder(EngineConfig(model_path=tmp_path), None, Alone(torch.device("cpu")))
+    loaded, _, _ = load_decoder(EngineConfig(model_path=tmp_path), None, Ranks(torch.device("cpu")))
     keys, values = ([torch.zeros(SLOTS, 2, 16) for _ in range(2)] for _ in range(2))
     forward = PackedForward(
         Decoder(loaded.spec, loaded.weights, attend=attend, fixed=True),
         KvCaches(keys=keys, values=values, positions=torch.zeros(SLOTS, dtype=torch.int32)),
-        attend=attend, sessions=3, row_len=20_000, ranks=Alone(torch.device("cpu")), fixed=True,
+        attend=attend, sessions=3, row_len=20_000, ranks=Ranks(torch.device("cpu")), fixed=True,
     )  # fmt: skip
     drafting, nodes = Drafting(), 0
     assert drafting.pool.nodes is not None
