@@ -829,8 +829,8 @@ def test_what_a_resident_drafter_has_expanded_is_its_own_too() -> None:
     both.graft(forget.array())
 
 
-def _check_full_row(device: torch.device) -> None:
-    both = Both(device, sessions=1, capacity=8, places=1, trail=4)
+def test_a_full_row_is_packed_whole() -> None:
+    both = Both(sessions=1, capacity=8, places=1, trail=4)
     _open_row(both, [0], 0, [1], min_end=99)
     records = Records()
     for node_id in range(1, 9):
@@ -838,14 +838,6 @@ def _check_full_row(device: torch.device) -> None:
     both.graft(records.array())
     # With the root one row more than a row of the pool has columns.
     assert [row.entry for row in both.step(len(BUCKETS) - 1)] == [ROOT, *range(8)]
-
-
-def test_a_full_row_is_packed_whole() -> None:
-    _check_full_row(CPU)
-
-
-def test_a_full_row_is_packed_whole_by_the_kernel(triton_device: torch.device) -> None:
-    _check_full_row(triton_device)
 
 
 def test_kernels_take_it_as_the_naive_tree_does(triton_device: torch.device) -> None:

@@ -77,18 +77,6 @@ def plain(weight: Weight) -> torch.Tensor:
     return weight
 
 
-def test_projections_of_one_input_are_one_matrix() -> None:
-    tensors = random_tensors(LLAMA)
-    layer = load(LLAMA, tensors).layers[1]
-    attention, feed_forward = "model.layers.1.self_attn.", "model.layers.1.mlp."
-    for kind, qkv, gate_up in (("weight", layer.qkv, layer.gate_up), ("bias", layer.qkv_bias, layer.gate_up_bias)):
-        assert qkv is not None and gate_up is not None
-        assert torch.equal(plain(qkv), torch.cat([tensors[f"{attention}{part}_proj.{kind}"] for part in "qkv"]))
-        assert torch.equal(
-            plain(gate_up), torch.cat([tensors[f"{feed_forward}{part}_proj.{kind}"] for part in ("gate", "up")])
-        )
-
-
 def test_a_rank_reads_its_part_only() -> None:
     tensors = random_tensors(LLAMA)
     source = Recorded(tensors)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.target_worker.plain_decoding import choice
@@ -27,11 +26,9 @@ from tests.target_worker.rounds.driving import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
-from outrider.draft_distribution import DraftDistribution
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.verification.walk import Finish
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions import Code, SessionFault
 
@@ -122,22 +119,6 @@ def chain(_rng: random.Random, expected: Sequence[int]) -> Tree:
     return tokens, list(range(len(tokens)))
 
 
-def distinct(tree: Tree) -> Tree:
-    """Without siblings that hold the same token, and what is below them."""
-    places, seen, tokens, parents = {0: 0}, set(), [], []
-    for number, (token, parent) in enumerate(zip(*tree, strict=True), start=1):
-        if parent in places and (parent, token) not in seen:
-            seen.add((parent, token))
-            tokens.append(token)
-            parents.append(places[parent])
-            places[number] = len(tokens)
-    return tokens, parents
-
-
-# What a draft that knows nothing of the grammar draws from.
-BLIND = DraftDistribution.quantised(np.array([0, 4, 30, 58, 59, END]), np.full(6, 1 / 6, dtype=np.float32))
-
-
 def decode(loop: RoundLoop, spec: SamplingSpec, expected: Sequence[int], make_tree: Any, **opened: Any) -> Decoded:
     driver = Driver(loop, seed=2)
     decoded = driver.open(1, spec, expected, make_tree, **opened)
@@ -159,51 +140,6 @@ def test_any_tree_gives_plain_decoding(name, loop, reference_model):
         assert rounds[no_tree] == len(plain)
         assert rounds[chain] <= most_rounds(len(plain), each=6), "the right nodes were not accepted"
     assert loop.kv.slots.used == 0
-
-
-def test_a_tree_that_is_not_followed_to_its_end_gives_plain_decoding(loop, reference_model, monkeypatch):
-    """Where one branch becomes too costly, those behind it are not looked at: they may be right all the same."""
-    real = SessionGrammar.masks
-
-    def masks(self: SessionGrammar, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> np.ndarray:
-        found = real(self, tokens, parents)
-        self.unfollowed = frozenset(range(3, len(found)))
-        found[3:] = -1
-        return found
-
-    monkeypatch.setattr(SessionGrammar, "masks", masks)
-    for spec in (SPECS["greedy"], SPECS["coupled"], replace(SPECS["coupled"], logprobs=2)):
-        plain = plain_decode(reference_model, spec)
-        for make_tree in (random_tree, chain):
-            decoded = decode(loop, spec, plain, make_tree)
-            assert decoded.tokens == plain
-            counts = [len(result.logprobs.token_logprobs) for result in decoded.results if result.logprobs is not None]
-            assert sum(counts) == (len(plain) if spec.logprobs else 0)
-            assert make_tree is not chain or len(decoded.results) <= most_rounds(len(plain), each=3)
-
-
-@pytest.mark.parametrize("rule", [VerificationRule.TARGET_ONLY, VerificationRule.REJECTION])
-def test_coins_give_words_too(loop, rule):
-    accepted, outputs = 0, set()
-    for seed in range(24):
-        rng, driver = random.Random(seed), Driver(loop)
-        spec = SamplingSpec(temperature=1.5, seed=seed, verification=rule, **GRAMMAR)
-        decoded = driver.open(1, spec, [], no_tree)
-        while not decoded.is_over:
-            tree: Tree = distinct(random_tree(rng, [58, 59, 4, 58, 4]))
-            q = []
-            if rule is VerificationRule.REJECTION:
-                loop.forget((7, 1), 1, 0)
-                tree, q = ([BLIND.draw(rng.getrandbits(32)) for _ in range(4)], [0, 1, 2, 3]), [BLIND] * 4
-            driver.grow(1, tree, as_of=len(PROMPT) + len(decoded.tokens), q=q)
-            driver.turn()
-        driver.run()
-        assert decoded.finish is Finish.STOP
-        accepted += sum(result.accepted for result in decoded.results)
-        outputs.add("".join(PIECES[token] for token in decoded.tokens[:-1]))
-    assert outputs <= WORDS
-    assert len(outputs) > 8
-    assert accepted > 8
 
 
 def test_a_session_goes_on_where_another_target_left_it(loop, reference_model):
@@ -259,19 +195,6 @@ def test_a_model_without_a_tokenizer(checkpoint):
     assert fault is not None
     assert "tokenizer.json" in fault.message
     assert loop.session_count == 0
-
-
-def test_log_probabilities_are_those_without_a_grammar(loop, reference_model):
-    spec = replace(SPECS["coupled"], logprobs=2)
-    plain = plain_decode(reference_model, spec)
-    found = [result.logprobs for result in decode(loop, spec, plain, chain).results]
-    with torch.inference_mode():
-        logits = reference_model(torch.tensor([[*PROMPT, *plain]])).logits[0, len(PROMPT) - 1 : -1].float()
-    wanted = logits.log_softmax(-1).gather(1, torch.tensor(plain)[:, None])[:, 0]
-    got = np.concatenate([logprobs.token_logprobs for logprobs in found if logprobs is not None])
-    np.testing.assert_allclose(got, wanted.numpy(), atol=1e-4)
-    tops = np.concatenate([logprobs.top_token_ids for logprobs in found if logprobs is not None])
-    assert any(token not in allowed_after([]) for token in tops[:, 0].tolist())
 
 
 def test_a_grammar_without_an_end_is_refused(loop):

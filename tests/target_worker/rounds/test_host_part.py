@@ -31,7 +31,6 @@ from outrider.target_worker.rounds.host_part import (
     grammar_masks,
     host_rows,
     judge,
-    needs_host,
 )
 
 V = 6
@@ -229,27 +228,6 @@ def expected(sessions: Sequence[FakeSession], logits: torch.Tensor) -> list[tupl
         outcomes.append((nodes, tokens, Finish.NONE))
         first = behind
     return outcomes
-
-
-def test_rows_of_sessions_that_need_the_host_come_back() -> None:
-    sessions = random_sessions(1, 18)
-    step = Round(sessions)
-    found = step.host_rows()
-    wanted = [session for session in sessions if session.sampling.rule in JUDGED]
-    assert [rows.session for rows in found] == wanted
-    assert wanted == [session for session in sessions if needs_host(session)] != []
-    for rows, session in zip(found, wanted, strict=True):
-        assert rows.first == step.first[sessions.index(session)]
-        assert list(rows.tokens) == [0, *session.tokens]
-        assert list(rows.parents) == [-1, *session.parents]
-        assert list(rows.node_ids) == [node_id(number) for number in range(len(session.tokens) + 1)]
-    # A grammar needs the host under any rule.
-    sessions[0].grammar = Partial(set())
-    assert step.host_rows()[0].session is sessions[0]
-    assert host_rows(step.packed, step.pool, [None] * len(step.sessions_by_row)) == []
-    # In a round of chunks alone, nobody has a root.
-    step.packed.entries[:] = COMMITTED
-    assert step.host_rows() == []
 
 
 def test_rows_of_a_selection_are_numbered_within_it() -> None:
