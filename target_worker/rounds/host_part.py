@@ -50,21 +50,6 @@ from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
 from outrider.kernels.verification.walk import UNDECIDED
 from outrider.sampling import SamplingSpec, VerificationRule
 
-__all__ = [
-    "DETACHED",
-    "HostRows",
-    "HostSession",
-    "Masks",
-    "apply_masks",
-    "ban_stops",
-    "device_stops",
-    "grammar_masks",
-    "has_host_stops",
-    "host_rows",
-    "judge",
-    "needs_host",
-]
-
 DETACHED = -2
 """In `Packed.parents`: the row is nobody's child. A walk may emit its token, and never accepts it."""
 

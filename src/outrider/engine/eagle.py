@@ -25,15 +25,13 @@ import torch
 from torch.nn import functional
 
 from outrider.engine.attention import TreeAttention
-from outrider.engine.eagle_spec import LAST_NORM, EagleSpec
+from outrider.engine.eagle_spec import EagleSpec
 from outrider.engine.eagle_weights import EagleWeights, load_eagle_weights
 from outrider.kernels.paired_norm import paired_norm
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
 from outrider.kernels.skinny_linear import Weight, gated_linear, linear, linear_parts
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
-
-__all__ = ["LAST_NORM", "EagleHead", "load_eagle_head"]
 
 
 class EagleHead:

@@ -34,8 +34,6 @@ import torch
 from outrider.kernels.pool.records import WORDS, RecordKind
 from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
 
-__all__ = ["Early", "Inbox", "Release", "Report", "RingMemory", "Rounds"]
-
 _URGENT = (RecordKind.OPEN, RecordKind.LIMITS, RecordKind.PREEMPT, RecordKind.CLOSE)
 _IS_URGENT = np.zeros(256, np.bool_)
 _IS_URGENT[list(_URGENT)] = True

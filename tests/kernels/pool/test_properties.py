@@ -6,8 +6,8 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -381,89 +381,6 @@ Path = tuple[int, ...]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Grown:
-    """A node as its worker sends it; `path` is the whole text down to it."""
-
-    path: Path
-    node_id: int
-    parent_id: int
-    as_of: int
-
-
-class Worker:
-    """A toy drafter of one session. Its tree is a name for every text that it has thought of."""
-
-    def __init__(self, rng: random.Random, known: Path, *, right: float, credit: int) -> None:
-        self._rng = rng
-        self._right = right
-        self._credit = credit
-        self._names: dict[Path, int] = {}
-        self._next_id = 1
-        self._known = known
-
-    def see(self, tokens: Path) -> None:
-        """Learn of tokens that have been committed."""
-        self._known += tokens
-        own = len(self._known)
-        self._names = {
-            path: name for path, name in self._names.items() if len(path) > own and path[:own] == self._known
-        }
-
-    def grow(self, truth: Path, attempts: int) -> list[Grown]:
-        """Think of nodes, right ones with the worker's probability."""
-        grown = []
-        for _ in range(attempts):
-            texts = [self._known, *self._names]
-            parent = self._rng.choice([self._rng.choice(texts), max(texts, key=len)])
-            is_right = self._rng.random() < self._right and len(parent) < len(truth)
-            path = (*parent, truth[len(parent)] if is_right else self._rng.randrange(VOCABULARY))
-            if path not in self._names and len(self._names) < self._credit:
-                self._names[path], self._next_id = self._next_id, self._next_id + 1
-                grown.append(self._grown(path))
-        return grown
-
-    def live_tree(self) -> list[Grown]:
-        """The whole tree as it is now, in the order in which it grew."""
-        return [self._grown(path) for path in self._names]
-
-    def _grown(self, path: Path) -> Grown:
-        return Grown(path, self._names[path], self._names.get(path[:-1], 0), len(self._known))
-
-
-@dataclass(frozen=True)
-class Message:
-    """What a worker sends at once."""
-
-    row: int
-    generation: int
-    place: int
-    nodes: list[Grown]
-    is_resent: bool = False
-    is_duplicate: bool = False
-
-
-@dataclass(kw_only=True)
-class Link:
-    """A worker and what is on its way to it and from it, with the time of arrival; neither overtakes."""
-
-    worker: Worker
-    delay: int
-    to_worker: deque[tuple[int, Path | None]] = field(default_factory=deque)
-    """Committed tokens; None asks for the tree."""
-    to_target: deque[tuple[int, Message]] = field(default_factory=deque)
-    is_asked: bool = False
-    dropped: set[Path] = field(default_factory=set)
-    """What is right and was lost."""
-
-
-def _arrived(queue: deque[tuple[int, T]], now: int) -> list[T]:
-    arrived = []
-    while queue and queue[0][0] <= now:
-        arrived.append(queue.popleft()[1])
-    return arrived
-
-
 @dataclass(frozen=True, kw_only=True)
 class Habits:
     """How a service behaves."""
@@ -481,6 +398,100 @@ class Habits:
     most_committed: int = 6
 
 
+class Grown(NamedTuple):
+    """A node as its worker sends it; `path` is the whole text down to it."""
+
+    path: Path
+    node_id: int
+    parent_id: int
+    as_of: int
+
+
+class Message(NamedTuple):
+    """What a worker sends at once."""
+
+    worker: Worker
+    nodes: list[Grown]
+    is_resent: bool = False
+    is_copy: bool = False
+
+
+class Post(deque[tuple[int, T]]):
+    """Things on their way, with the time of arrival; none overtakes."""
+
+    def send(self, due: int, thing: T) -> None:
+        self.append((max(due, self[-1][0] if self else due), thing))
+
+    def arrived(self, now: int) -> list[T]:
+        arrived = []
+        while self and self[0][0] <= now:
+            arrived.append(self.popleft()[1])
+        return arrived
+
+
+class Worker:
+    """A toy drafter at one place of a session. Its tree is a name for every text that it has thought of.
+
+    Attributes:
+        heard: committed tokens on their way to it; None asks for its tree.
+        said: its messages on their way.
+        dropped: what is right and was lost.
+    """
+
+    def __init__(
+        self, rng: random.Random, habits: Habits, row: int, place: int, *, generation: int, known: Path
+    ) -> None:
+        self.row, self.place, self.generation = row, place, generation
+        self._rng, self._habits, self._known = rng, habits, known
+        self._delay = rng.randint(0, habits.delay)
+        self._names: dict[Path, int] = {}
+        self._next_id = 1
+        self.heard = Post[Path | None]()
+        self.said = Post[Message]()
+        self.is_asked = False
+        self.dropped: set[Path] = set()
+
+    def tell(self, now: int, tokens: Path | None) -> None:
+        """Send it committed tokens, or ask for its tree."""
+        self.heard.send(now + self._rng.randint(0, self._delay), tokens)
+
+    def tick(self, now: int, truth: Path) -> list[Message]:
+        """Let it see and grow; what has come from it by now."""
+        for tokens in self.heard.arrived(now):
+            if tokens is None:
+                self._say(now, Message(self, [self._grown(path) for path in self._names], is_resent=True))
+                continue
+            self._known += tokens
+            own = len(self._known)
+            self._names = {
+                path: name for path, name in self._names.items() if len(path) > own and path[:own] == self._known
+            }
+        if grown := self._grow(truth):
+            self._say(now, Message(self, grown))
+            if self._rng.random() < self._habits.duplicates:
+                self._say(now + 2 * self._delay, Message(self, grown, is_copy=True))
+        return self.said.arrived(now)
+
+    def _say(self, now: int, message: Message) -> None:
+        self.said.send(now + self._rng.randint(0, self._delay), message)
+
+    def _grow(self, truth: Path) -> list[Grown]:
+        """Think of nodes, right ones with the worker's probability."""
+        grown = []
+        for _ in range(self._rng.randint(0, 4)):
+            texts = [self._known, *self._names]
+            parent = self._rng.choice([self._rng.choice(texts), max(texts, key=len)])
+            is_right = self._rng.random() < self._habits.right and len(parent) < len(truth)
+            path = (*parent, truth[len(parent)] if is_right else self._rng.randrange(VOCABULARY))
+            if path not in self._names and len(self._names) < self._habits.credit:
+                self._names[path], self._next_id = self._next_id, self._next_id + 1
+                grown.append(self._grown(path))
+        return grown
+
+    def _grown(self, path: Path) -> Grown:
+        return Grown(path, self._names[path], self._names.get(path[:-1], 0), len(self._known))
+
+
 class Service:
     """Sessions of a target and of toy drafters; every tick is a round of the target."""
 
@@ -490,18 +501,12 @@ class Service:
         self.resent: Counter[bool] = Counter()
         self._rng = random.Random(seed)
         self._both = Both(
-            device,
-            sessions=habits.sessions,
-            capacity=habits.capacity,
-            places=habits.places,
-            trail=habits.trail,
+            device, sessions=habits.sessions, capacity=habits.capacity, places=habits.places, trail=habits.trail
         )
         self._now = 0
         self._generations = [0] * habits.sessions
         self._truths: list[Path] = [()] * habits.sessions
-        self._links: list[list[Link]] = [[] for _ in range(habits.sessions)]
-        # The last slot that a row was given beside those of its own.
-        self._slots = 10_000
+        self._workers: list[list[Worker]] = [[] for _ in range(habits.sessions)]
         # What is on its way from workers of sessions that are over.
         self._stragglers: list[Message] = []
         for row in range(habits.sessions):
@@ -510,63 +515,41 @@ class Service:
     def tick(self) -> None:
         """One round: growth joins, tokens are committed."""
         self._now += 1
-        batch = [
-            message for row in range(self.habits.sessions) for link in self._links[row] for message in self._hear(link)
-        ]
-        # Messages of one link stay in order: sorted is stable, and a link has one place.
-        order = {place: self._rng.random() for place in {(message.row, message.place) for message in batch}}
-        batch.sort(key=lambda message: order[message.row, message.place])
-        late = [self._stragglers.pop() for _ in range(min(len(self._stragglers), self._rng.randrange(3)))]
-        self._graft(late + batch)
-        self._ask_for_lost()
-        limits = Limits(least_value=self._rng.choice([0, 0, 0.2]))
-        self._both.step(self._rng.randrange(len(BUCKETS)), limits=limits, reserved=self._rng.choice([0, 0, 1]))
+        rng = self._rng
+        said = [worker.tick(self._now, self._truths[row]) for row, own in enumerate(self._workers) for worker in own]
+        # Messages of one worker stay in order.
+        rng.shuffle(said)
+        late = [self._stragglers.pop() for _ in range(min(len(self._stragglers), rng.randrange(3)))]
+        self._graft([*late, *(message for messages in said for message in messages)])
+        for workers, lost in zip(self._workers, self._both.lost(), strict=True):
+            for worker, is_lost in zip(workers, lost, strict=True):
+                if is_lost and not worker.is_asked:
+                    worker.is_asked = True
+                    worker.tell(self._now, None)
+        limits = Limits(least_value=rng.choice([0, 0, 0.2]))
+        self._both.step(rng.randrange(len(BUCKETS)), limits=limits, reserved=rng.choice([0, 0, 1]))
         self._commit()
         for row, length in enumerate(self._both.lengths()):
             if length >= len(self._truths[row]) - self.habits.most_committed:
                 self._reopen(row)
-            elif self._rng.random() < self.habits.edits:
+            elif rng.random() < self.habits.edits:
                 self._edit(row)
-            elif self._rng.random() < self.habits.replacements:
-                self._replace(row, self._rng.randrange(self.habits.places))
-
-    def _send(self, queue: deque, delay: int, what: object) -> None:
-        due = self._now + self._rng.randint(0, delay)
-        queue.append((max(due, queue[-1][0] if queue else due), what))
-
-    def _hear(self, link: Link) -> list[Message]:
-        """Let the worker see and grow; what has come from it by now."""
-        row, place = next(
-            (row, place) for row, links in enumerate(self._links) for place, other in enumerate(links) if other is link
-        )
-        for tokens in _arrived(link.to_worker, self._now):
-            if tokens is not None:
-                link.worker.see(tokens)
-                continue
-            tree = Message(row, self._generations[row], place, link.worker.live_tree(), is_resent=True)
-            self._send(link.to_target, link.delay, tree)
-        grown = link.worker.grow(self._truths[row], self._rng.randint(0, 4))
-        if grown:
-            message = Message(row, self._generations[row], place, grown)
-            self._send(link.to_target, link.delay, message)
-            if self._rng.random() < self.habits.duplicates:
-                copy = Message(row, self._generations[row], place, grown, is_duplicate=True)
-                self._send(link.to_target, 3 * link.delay, copy)
-        return _arrived(link.to_target, self._now)
+            elif rng.random() < self.habits.replacements:
+                self._replace(row, rng.randrange(self.habits.places))
 
     def _graft(self, batch: list[Message]) -> None:
         records, sent = Records(), []
         for message in batch:
+            worker = message.worker
             if message.is_resent:
-                records.resent(message.row, message.generation, place=message.place)
+                records.resent(worker.row, worker.generation, place=worker.place)
                 sent.append((message, None))
-                if message.generation == self._generations[message.row]:
-                    self._links[message.row][message.place].is_asked = False
+                worker.is_asked = False
             for node in message.nodes:
                 records.growth(
-                    message.row, message.generation, place=message.place, node_id=node.node_id,
+                    worker.row, worker.generation, place=worker.place, node_id=node.node_id,
                     parent_id=node.parent_id, as_of=node.as_of, token=node.path[-1],
-                    acceptance=self._rng.choice(ACCEPTANCES), drafter=message.place,
+                    acceptance=self._rng.choice(ACCEPTANCES), drafter=worker.place,
                 )  # fmt: skip
                 sent.append((message, node))
         for (message, node), verdict in zip(sent, self._both.graft(records.array()), strict=True):
@@ -576,96 +559,77 @@ class Service:
     def _judge(self, message: Message, node: Grown, verdict: Verdict) -> None:
         """What is right is lost by `STALE` and `FULL` alone, and below what was."""
         self.verdicts[verdict] += 1
-        if message.generation != self._generations[message.row]:
+        worker = message.worker
+        if worker.generation != self._generations[worker.row]:
             assert verdict == Verdict.OLD_GENERATION
             return
-        truth = self._truths[message.row]
-        if message.is_duplicate or node.path != truth[: len(node.path)]:
+        if message.is_copy or node.path != self._truths[worker.row][: len(node.path)]:
             return
-        link = self._links[message.row][message.place]
         if message.is_resent:
             self.resent[verdict in TAKEN] += 1
         if verdict in TAKEN:
-            link.dropped.discard(node.path)
+            worker.dropped.discard(node.path)
             return
-        length = self._both.lengths()[message.row]
+        length = self._both.lengths()[worker.row]
         assert (
             verdict == Verdict.FULL
             or (verdict == Verdict.STALE and node.as_of <= length - self.habits.trail)
-            or (verdict == Verdict.UNKNOWN_PARENT and node.parent_id and node.path[:-1] in link.dropped)
+            or (verdict == Verdict.UNKNOWN_PARENT and node.parent_id and node.path[:-1] in worker.dropped)
         ), f"{verdict.name} for {node} of a text of {length} tokens"
-        link.dropped.add(node.path)
-
-    def _ask_for_lost(self) -> None:
-        for links, lost in zip(self._links, self._both.lost(), strict=True):
-            for link, is_lost in zip(links, lost, strict=True):
-                if is_lost and not link.is_asked:
-                    link.is_asked = True
-                    self._send(link.to_worker, link.delay, None)
+        worker.dropped.add(node.path)
 
     def _commit(self) -> None:
         committed: list[Path] = []
-        for row, session in enumerate(self._both.naive.sessions):
+        for truth, session in zip(self._truths, self._both.naive.sessions, strict=True):
             node, accepted = session.root, 0
-            for token in self._truths[row][session.length :]:
+            for token in truth[session.length :]:
                 if token not in node.children:
                     break
                 node, accepted = node.children[token], accepted + 1
-            most = self.habits.most_committed
-            count = min(
-                self._rng.randint(0, accepted) + self._rng.randint(0, 1), self._rng.choice([0, 1, 2, most]), most
-            )
-            committed.append(self._truths[row][session.length : session.length + count])
+            most = self._rng.choice([0, 1, 2, self.habits.most_committed])
+            count = min(self._rng.randint(0, accepted) + self._rng.randint(0, 1), most, self.habits.most_committed)
+            committed.append(truth[session.length : session.length + count])
         self._both.re_root(committed)
-        for links, tokens in zip(self._links, committed, strict=True):
-            for link in links:
+        for workers, tokens in zip(self._workers, committed, strict=True):
+            for worker in workers:
                 if tokens:
-                    self._send(link.to_worker, link.delay, tokens)
+                    worker.tell(self._now, tokens)
 
     def _open(self, row: int) -> None:
-        tokens = [self._rng.randrange(VOCABULARY) for _ in range(40 + self._rng.randrange(20))]
-        prompt, self._truths[row] = tokens[: self._rng.randint(1, 12)], tuple(tokens)
-        _open_row(
-            self._both,
-            self._generations,
-            row,
-            prompt,
-            min_end=self._rng.randrange(30),
-            max_nodes=self._rng.choice([3, 99]),
-            max_depth=self._rng.choice([3, 99]),
-        )
+        rng = self._rng
+        tokens = [rng.randrange(VOCABULARY) for _ in range(40 + rng.randrange(20))]
+        prompt, self._truths[row] = tokens[: rng.randint(1, 12)], tuple(tokens)
+        bounds = {"max_nodes": rng.choice([3, 99]), "max_depth": rng.choice([3, 99])}
+        _open_row(self._both, self._generations, row, prompt, min_end=rng.randrange(30), **bounds)
         self._both.run(row)
-        self._links[row] = [self._link(tuple(prompt)) for _ in range(self.habits.places)]
+        self._workers[row] = [self._worker(row, place) for place in range(self.habits.places)]
+
+    def _worker(self, row: int, place: int) -> Worker:
+        known = self._truths[row][: self._both.lengths()[row]]
+        return Worker(self._rng, self.habits, row, place, generation=self._generations[row], known=known)
 
     def _reopen(self, row: int) -> None:
-        self._stragglers += [message for link in self._links[row] for _, message in link.to_target]
+        self._stragglers += [message for worker in self._workers[row] for _, message in worker.said]
         if self._rng.random() < 0.5:
             records = Records()
             records.close(row, self._generations[row])
             self._both.graft(records.array())
         self._open(row)
 
-    def _link(self, known: Path) -> Link:
-        worker = Worker(self._rng, known, right=self.habits.right, credit=self.habits.credit)
-        return Link(worker=worker, delay=self._rng.randint(0, self.habits.delay))
-
     def _replace(self, row: int, place: int) -> None:
         records = Records()
         records.forget(row, self._generations[row], place=place)
         self._both.graft(records.array())
-        self._links[row][place] = self._link(self._truths[row][: self._both.lengths()[row]])
+        self._workers[row][place] = self._worker(row, place)
 
     def _edit(self, row: int) -> None:
-        records, generation, length = Records(), self._generations[row], self._both.lengths()[row]
-        match self._rng.randrange(3):
-            case 0:
-                records.limits(row, generation, end=MAX_LEN, allow=self._rng.choice([0, length, length + 1, MAX_LEN]))
-            case 1:
-                self._slots += 5
-                slots = [self._slots - number for number in range(self._rng.randint(1, 5))]
-                records.slots(row, generation, start=length + self._rng.randrange(9), slots=slots)
-            case 2:
-                records.slots(row, generation, start=length + self._rng.randint(-1, 9), slots=[])
+        """Other limits, or other slots behind those in use."""
+        records, generation, length, rng = Records(), self._generations[row], self._both.lengths()[row], self._rng
+        if rng.random() < 0.3:
+            records.limits(row, generation, end=MAX_LEN, allow=rng.choice([0, length, length + 1, MAX_LEN]))
+        else:
+            slots = [10_000 + 5 * self._now + number for number in range(rng.randint(0, 5))]
+            records.slots(row, generation, start=length + rng.randint(-1 + bool(slots), 9), slots=slots)
         self._both.graft(records.array())
         if self._both.naive.sessions[row].state != RowState.RUNNING:
             self._both.run(row)

@@ -73,6 +73,15 @@ def save_random(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
+def save_large(folder: Path) -> Path:
+    """A Llama whose matrices are large enough for GPUs, with key heads for two ranks."""
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 4099, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    return folder
+
+
 def own_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.outrider.engine.families import SIZES
 from tests.outrider.engine.step_rows import Steps, ancestor_masks, node_depths
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -84,16 +85,6 @@ def _logits(runner: ModelRunner) -> torch.Tensor:
 
 def _save_llama(folder: Path, *, head_dim: int) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-    )
+    config = LlamaConfig(**SIZES | {"head_dim": head_dim})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.outrider.engine.families import SIZES, VOCAB
 from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.outrider.engine.step_rows import StepBuilder, StepRows, ancestor_masks, node_depths
 from torch.nn import functional
@@ -22,7 +23,7 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 
-VOCAB, HIDDEN, SLOTS, DRAFT_VOCAB = 97, 32, 96, 40
+HIDDEN, SLOTS, DRAFT_VOCAB = 32, 96, 40
 LAYOUTS: list[EagleLayout] = ["eagle1", "eagle3"]
 # 0 is the root; two branches, one of them forking again. Levels are drafted one after the other.
 PARENTS = [0, 0, 1, 1, 2, 3]
@@ -34,11 +35,7 @@ LENGTHS = [9, 7]
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
-        initializer_range=0.3,
-    )  # fmt: skip
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 5})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

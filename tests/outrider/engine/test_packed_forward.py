@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.outrider.engine.families import SIZES, VOCAB
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
 from outrider.engine.decoder import Decoder
@@ -23,20 +24,8 @@ from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import Selection, select
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 
-VOCAB, SLOTS, CHILDREN, MAX_LEN, NODES = 97, 256, 3, 96, 32
+SLOTS, CHILDREN, MAX_LEN, NODES = 256, 3, 96, 32
 BUCKET = (40, 3, 24, 8)
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -148,7 +137,7 @@ def test_deterministic_passes_name_paths_and_splits(tmp_path: Path):
         return tree_attention(*tensors, **numbers)
 
     loaded, _, _ = load_decoder(EngineConfig(model_path=tmp_path), None, Ranks(torch.device("cpu")))
-    keys, values = ([torch.zeros(SLOTS, 2, 16) for _ in range(2)] for _ in range(2))
+    keys, values = ([torch.zeros(SLOTS, 2, 16) for _ in range(SIZES["num_hidden_layers"])] for _ in range(2))
     forward = PackedForward(
         Decoder(loaded.spec, loaded.weights, attend=attend, fixed=True),
         KvCaches(keys=keys, values=values, positions=torch.zeros(SLOTS, dtype=torch.int32)),

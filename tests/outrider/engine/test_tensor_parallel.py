@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.outrider.engine.families import save_large
 from tests.outrider.engine.step_rows import StepRows, Steps
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider.engine import tensor_parallel_leader
 from outrider.engine.config import DtypeName
@@ -212,20 +213,6 @@ def test_followers_end_with_a_leader_that_is_killed(other_leader: "subprocess.Po
     _wait_for_end(int(follower))
 
 
-def _save_model(folder: Path) -> None:
-    torch.manual_seed(5)
-    model = LlamaConfig(
-        vocab_size=4099,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(model).save_pretrained(folder)
-
-
 def _gpu_config(folder: Path, ranks: int, dtype: DtypeName) -> EngineConfig:
     return EngineConfig(
         model_path=folder, device="cuda", dtype=dtype, num_slots=1024, max_num_seqs=8, tensor_parallel_size=ranks
@@ -240,7 +227,7 @@ def _both_ways(steps: Steps, step: StepRows) -> list[Callable[[], torch.Tensor]]
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> None:
-    _save_model(tmp_path)
+    save_large(tmp_path)
     found = []
     for ranks in (1, 2):
         runner = ModelRunner(_gpu_config(tmp_path, ranks, "float32"))
@@ -272,7 +259,7 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_in_bfloat16_come_close_to_one(tmp_path: Path) -> None:
-    _save_model(tmp_path)
+    save_large(tmp_path)
     found = []
     for ranks in (1, 2):
         runner = ModelRunner(_gpu_config(tmp_path, ranks, "bfloat16"))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.outrider.engine.families import SIZES, WINDOWED, save_large
 from tests.outrider.engine.step_rows import StepRows, Steps
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from outrider.engine import weight_version
 from outrider.engine.model_runner import EngineConfig, ModelRunner
@@ -24,21 +25,10 @@ from outrider.engine.weight_version import weights_version
 from outrider.errors import CheckpointError
 from outrider.models import embedded_target_path
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-LLAMA = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
-TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
+LLAMA = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
+TIED = LlamaConfig(**SIZES | {"tie_word_embeddings": True})
 # Norms with an offset, of heads and of what is added; a scaled embedding.
-GEMMA = Gemma3TextConfig(**SIZES, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+GEMMA = Gemma3TextConfig(**SIZES | WINDOWED | {"tie_word_embeddings": True})
 PROMPT = [5, 7, 90, 3, 41, 11, 2, 66, 8]
 
 
@@ -193,8 +183,8 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
         "1 weights are missing, model.norm.weight first",
     ),
     "shape": (
-        lambda folder: spoil_tensors(folder, lambda held: held.update({"model.norm.weight": torch.ones(65)})),
-        r"model.norm.weight has shape \[65\], \[64\] needed",
+        lambda folder: spoil_tensors(folder, lambda held: held.update({"model.norm.weight": torch.ones(33)})),
+        r"model.norm.weight has shape \[33\], \[32\] needed",
     ),
     "architecture": (
         lambda folder: spoil_config(folder, rms_norm_eps=1e-3),
@@ -244,21 +234,6 @@ def test_files_that_are_written_meanwhile_are_noticed(folders, copy: Path):
         checked.check_unchanged()
 
 
-def _save_model_of_two_key_heads(folder: Path) -> Path:
-    torch.manual_seed(6)
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"tensor_parallel_size": 2}], ids=str)
 def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options: dict[str, Any]):
@@ -266,7 +241,7 @@ def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options
     if torch.cuda.device_count() < ranks:
         pytest.skip("needs as many CUDA devices")
     # The embedded target has one key head, which two ranks cannot share.
-    first = Path(embedded_target_path()) if ranks == 1 else _save_model_of_two_key_heads(tmp_path / "first")
+    first = Path(embedded_target_path()) if ranks == 1 else save_large(tmp_path / "first")
     other = Path(shutil.copytree(first, tmp_path / "other"))
     for file in other.glob("*.safetensors"):
         save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file)
