@@ -63,6 +63,16 @@ def test_the_same_tokens_whatever_the_chunks_the_cache_and_preemption(chunk, cac
     assert loop.preemptions > 0
 
 
+def test_the_oldest_session_never_loses_its_slots(checkpoint):
+    driver = Driver(make_loop(checkpoint, num_slots=40))
+    outputs = [driver.open(number, SamplingSpec(max_new_tokens=24, seed=number), [], no_tree) for number in range(3)]
+    driver.run()
+    assert driver.loop.preemptions > 0
+    # Whose slots were taken is to send its trees again.
+    assert not any(result.lost for result in outputs[0].results)
+    assert any(result.lost for result in outputs[2].results)
+
+
 def test_kv_outlives_its_session(loop, reference_model):
     prompt = [*range(40, 60), 3]
     spec = SamplingSpec(max_new_tokens=6)
