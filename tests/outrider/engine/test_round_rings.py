@@ -161,6 +161,7 @@ def test_a_row_is_preempted_once_at_a_time() -> None:
     with pytest.raises(ValueError, match="PREEMPT before the last was reported"):
         rig.inbox.put(_records(PREEMPT, session, 7))
     assert rig.run().released == [Release(row=session[0], generation=session[1], closed=False)]
+    assert rig.inbox.take_row() is None, "only a close gives a row back"
     rig.inbox.put(_records(PREEMPT, session, 9))
     assert rig.take() == [(PREEMPT, 9)]
 
