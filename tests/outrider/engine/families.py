@@ -34,7 +34,10 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.3,
 }
-WINDOWED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+WINDOWED: dict[str, Any] = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -76,8 +79,8 @@ def save_random(config: PretrainedConfig, folder: Path) -> Path:
 def save_large(folder: Path) -> Path:
     """A Llama whose matrices are large enough for GPUs, with key heads for two ranks."""
     torch.manual_seed(5)
-    sizes = {"vocab_size": 4099, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = {"vocab_size": 4099, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
     AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
     return folder
 

@@ -85,6 +85,6 @@ def _logits(runner: ModelRunner) -> torch.Tensor:
 
 def _save_llama(folder: Path, *, head_dim: int) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES | {"head_dim": head_dim})
+    config = LlamaConfig(**{**SIZES, "head_dim": head_dim})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

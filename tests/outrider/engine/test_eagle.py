@@ -35,7 +35,7 @@ LENGTHS = [9, 7]
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    config = LlamaConfig(**SIZES | {"num_hidden_layers": 5})
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 5})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

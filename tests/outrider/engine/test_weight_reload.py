@@ -26,9 +26,9 @@ from outrider.errors import CheckpointError
 from outrider.models import embedded_target_path
 
 LLAMA = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
-TIED = LlamaConfig(**SIZES | {"tie_word_embeddings": True})
+TIED = LlamaConfig(**{**SIZES, "tie_word_embeddings": True})
 # Norms with an offset, of heads and of what is added; a scaled embedding.
-GEMMA = Gemma3TextConfig(**SIZES | WINDOWED | {"tie_word_embeddings": True})
+GEMMA = Gemma3TextConfig(**{**SIZES, **WINDOWED, "tie_word_embeddings": True})
 PROMPT = [5, 7, 90, 3, 41, 11, 2, 66, 8]
 
 
