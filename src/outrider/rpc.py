@@ -148,6 +148,38 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: errors.
     raise AssertionError("abort_with_status does not return")
 
 
+class _Health(health_aio.HealthServicer):
+    """gRPC's own servicer, which lacks List, and does not say why Check finds nothing.
+
+    Source: https://github.com/grpc/grpc-proto/blob/master/grpc/health/v1/health.proto
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._statuses: dict[str, health_pb2.HealthCheckResponse.ServingStatus] = {}
+
+    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """Set a service's status; those who watch it hear of it."""
+        self._statuses[service] = status
+        await super().set(service, status)
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        """Return a service's status; NOT_FOUND for one that is not served here."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            served = ", ".join(name for name in self._statuses if name)
+            advice = f"served here: {served}; leave the name empty to ask for the whole server"
+            await context.abort(grpc.StatusCode.NOT_FOUND, _fitting(f"{advice}; not served: {request.service}"))
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's
+        """Return the status of every service, the whole server's under the empty name."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
+            statuses=statuses
+        )
+
+
 class RoleServer:
     """A gRPC server of one role, with health and reflection beside its own services.
 
@@ -187,7 +219,7 @@ class RoleServer:
         self._is_shared = shared_address is not None
         options["grpc.so_reuseport"] = int(self._is_shared)
         self._server = grpc.aio.server(options=list(options.items()), interceptors=[*interceptors, *roles])
-        self._health = health_aio.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
@@ -226,8 +258,9 @@ class RoleServer:
 
     async def start(self) -> None:
         """Starts to serve, health SERVING."""
-        await self._server.start()
+        # Before anybody can ask: a service without a status is one that is not served here.
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
         logger.info("serving %s on %s", ", ".join(self._services), " and ".join(self._addresses))
 
     async def stop(self, *, grace_s: float = 1.0, drain: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -58,6 +58,28 @@ async def test_a_role_server_is_healthy_until_it_stops():
     assert seen == [health_pb2.HealthCheckResponse.NOT_SERVING]
 
 
+async def test_health_of_services_that_are_served_and_of_others():
+    """As https://github.com/grpc/grpc/blob/master/doc/health-checking.md says."""
+    serving, service = health_pb2.HealthCheckResponse.SERVING, "outrider.v1.TargetService"
+    server = rpc.RoleServer(services=[service], add_services=lambda server: None, address="127.0.0.1:0")
+    await server.start()
+    async with rpc.open_channel(server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("", service):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)).status == serving
+        for name in ("outrider.v1.NoService", "x" * 50_000):
+            with pytest.raises(grpc.aio.AioRpcError, match=f"served here: {service}") as caught:
+                await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watching = stub.Watch(health_pb2.HealthCheckRequest(service="outrider.v1.NoService"), timeout=60)
+        assert (await anext(aiter(watching))).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watching.cancel()
+        request = health_pb2.HealthListRequest()  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
+        listed = (await stub.List(request, timeout=60)).statuses
+        assert {name: answer.status for name, answer in listed.items()} == {"": serving, service: serving}
+    await server.stop(grace_s=0)
+
+
 async def test_a_shared_port_is_the_others_while_calls_that_run_go_on():
     shared, services = f"127.0.0.1:{free_port()}", ["outrider.v1.TargetService"]
     options = {"services": services, "add_services": lambda server: None, "shared_address": shared}
