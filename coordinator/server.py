@@ -29,6 +29,7 @@ from outrider.coordinator.workers.peers import Peers, PeerServicer
 from outrider.coordinator.workers.registry import RegistryServicer
 from outrider.errors import WorkerUnavailable
 from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint
+from outrider.open_files import allow_many_files
 from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
@@ -253,6 +254,7 @@ async def serve(
         stop: default never.
         peers: see `CoordinatorServer`.
     """
+    allow_many_files()
     server = CoordinatorServer(config, peers=peers)
     await server.start()
     collector.begin_serving()

@@ -19,13 +19,13 @@ from outrider.coordinator.loadtest.http_connection import HttpError
 from outrider.coordinator.loadtest.http_sender import HttpSender
 from outrider.coordinator.loadtest.senders import Sender
 from outrider.errors import LoadtestFailed, OutriderError
+from outrider.open_files import allow_many_files
 from outrider.security.tls import TlsConfig
 
 # Processes are told when to begin, so far ahead that all of them have heard it.
 _LEAD_S = 0.2
 _POLL_S = 0.05
 _STREAMS_A_CONNECTION, _MOST_CONNECTIONS = 128, 64
-_FILES = 65_536
 
 Watch = Callable[[Sequence[MutableSequence[int]]], Coroutine[Any, Any, None]]
 """Shows the counters of all processes until it is cancelled."""
@@ -45,7 +45,7 @@ async def drive(jobs: Sequence[Job], access: Access, *, warmups: int, watch: Wat
     Raises:
         LoadtestFailed: warm-up failed, or a process ended.
     """
-    _raise_file_limit()
+    allow_many_files()
     if len(jobs) == 1:
         counters = [0] * COUNTERS
         async with _watched(watch, [counters]):
@@ -165,7 +165,7 @@ def _run(job: Job, access: Access, warmups: int, connection: Connection, counter
     if sys.platform != "win32":
         # Ctrl-C reaches the process that began it, which hands it on.
         os.setpgrp()
-    _raise_file_limit()
+    allow_many_files()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             connection.send(runner.run(_drive(job, access, warmups=warmups, begun=begun, counters=counters)))
@@ -194,15 +194,3 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     import uvloop
 
     return uvloop.new_event_loop
-
-
-def _raise_file_limit() -> None:
-    """Every HTTP stream is a file."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
