@@ -14,13 +14,19 @@ import yaml
 
 from outrider.ports import free_port
 
-# What Prometheus says that it takes: 2.x, and 3.x, which would take names in UTF-8 as they are.
+# What each Prometheus says that it takes; 3.x would take names in UTF-8 as they are. No package has a 3.x that tests
+# could run, so of it this is what is held. Sources: 2.42 and 3.3 as they were sent, later ones scrape/scrape_test.go of
+# https://github.com/prometheus/prometheus.
 ACCEPTS = {
-    "2": "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
+    "2.42": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "3.3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;escaping=allow-utf-8;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;escaping=allow-utf-8;q=0.3,"
+    "*/*;q=0.2",
+    "later 3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
     "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
-    "3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
-    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,"
-    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
 }
 PROGRAM = shutil.which("prometheus")
 
