@@ -22,6 +22,7 @@ from typing import Any
 # Of this folder only the packages below are meant: transformers looks for a package called kernels.
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from rich.console import Console
 from rich.table import Table
@@ -97,6 +98,7 @@ def measure(service: LocalService, door: str, connections: int, number: int, *, 
         "duration_s": round(figures["duration"], 2),
         "requests_per_s": round(figures["request_throughput"], 1),
         "client_is_bottleneck": figures["client_is_bottleneck"],
+        "load_average": round(os.getloadavg()[0], 1),
         "rss_before_mib": round(rss_mib[0]),
         "rss_most_mib": round(max(rss_mib)),
     }
