@@ -116,6 +116,17 @@ async def test_prompts_of_one_request_share_its_entry_in_the_queue_and_connectio
         assert door.scheduler.requests[-1].client != alone.client
 
 
+async def test_requests_of_one_name_have_each_their_own_entry_in_the_queue() -> None:
+    """A name is what clients make of it: two of the same would pass the queue's bound as one."""
+    async with serving() as door, door.client() as client:
+        for _ in range(2):
+            await client.completions.create(model="tiny", prompt=["x", "y"], extra_body={"request_id": "batch"})
+        first, second = door.scheduler.requests[:2], door.scheduler.requests[2:]
+        assert {request.request_id for request in first} == {request.request_id for request in second}
+        assert len({request.entry for request in first}) == len({request.entry for request in second}) == 1
+        assert first[0].entry != second[0].entry
+
+
 async def test_one_bad_prompt_of_several_ends_them_all_before_anything_is_sent() -> None:
     async with serving() as door, door.client() as client:
         with pytest.raises(openai.BadRequestError) as caught:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,7 +127,8 @@ class Endpoint:
                 await Response(content, media_type="application/json")(scope, receive, send)
 
     def _stream_of(self, scope: Any, asked: Asked) -> Stream:
-        connection, queued_as = str(scope.get("client")), asked.request_id if len(asked.requests) > 1 else ""
+        # Not the request's id: clients choose that, and whoever has another's entry passes the bound of the queue.
+        connection, queued_as = str(scope.get("client")), uuid.uuid4().hex if len(asked.requests) > 1 else ""
         return functools.partial(
             self._generations.stream,
             caller=scope["state"]["caller"],
