@@ -83,6 +83,7 @@ class SamplingSpec:
     synthetic_rates: tuple[float, ...] = ()
     grammar: str = ""
     grammar_end_ids: tuple[int, ...] = ()
+    forced_token_ids: tuple[int, ...] = ()
 
     @property
     def rule(self) -> VerificationRule:
@@ -119,6 +120,12 @@ class SamplingSpec:
         changed = self.has_processors or self.grammar
         return bool(self.rule is not VerificationRule.COUPLED or self.logprobs is not None or changed)
 
+    @property
+    def _is_score(self) -> bool:
+        """True if forced tokens are all that the output depends on."""
+        is_changed = self.has_processors or self.stop_token_ids or self.grammar or self.temperature > 0
+        return len(self.forced_token_ids) == self.max_new_tokens and not (is_changed or self.is_synthetic)
+
     @functools.cached_property
     def record(self) -> bytes:
         """What a choice reads, packed: seed, temperature, top_p, min_p, top_k, choice_index as `<Qfffii4x`.
@@ -137,11 +144,19 @@ class SamplingSpec:
         Args:
             vocab_size: of the target's model; None does not look at token ids, of which a draft may know fewer.
         """
-        named = (*self.allowed_token_ids, *self.stop_token_ids, *self.logit_bias, *self.grammar_end_ids)
+        named = (
+            *self.allowed_token_ids,
+            *self.stop_token_ids,
+            *self.logit_bias,
+            *self.grammar_end_ids,
+            *self.forced_token_ids,
+        )
         if vocab_size is not None and named and not 0 <= min(named) <= max(named) < vocab_size:
             return f"token ids from 0 to {vocab_size - 1} needed"
         if self.grammar and not self.grammar_end_ids:
             return "grammar_end_ids: empty, at least one needed with a grammar"
+        if self.forced_token_ids and not self._is_score:
+            return "forced_token_ids: max_new_tokens of them needed, and nothing else that changes or ends the output"
         if not 0 <= self.choice_index < 1 << 31:
             return f"choice_index: {self.choice_index} given, 0 to {(1 << 31) - 1} needed"
         for name, (low, high) in _RANGES.items():
@@ -175,6 +190,7 @@ class SamplingSpec:
             synthetic_rates=self.synthetic_rates,
             grammar=self.grammar,
             grammar_end_ids=self.grammar_end_ids,
+            forced_token_ids=self.forced_token_ids,
         )
         if self.logprobs is not None:
             state.logprobs = self.logprobs
@@ -209,4 +225,5 @@ class SamplingSpec:
             synthetic_rates=tuple(state.synthetic_rates),
             grammar=state.grammar,
             grammar_end_ids=tuple(state.grammar_end_ids),
+            forced_token_ids=tuple(state.forced_token_ids),
         )

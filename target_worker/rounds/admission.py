@@ -127,7 +127,14 @@ class Admission:
         records.open(row, generation, length=length, cached=known, end=session.limit, allow=session.reach)
         records.slots(row, generation, start=len(slots), slots=[])
         self._inbox.put(records.array())
+        session.grown = 0
+        self.grow_known(session)
         return True
+
+    def grow_known(self, session: Session) -> None:
+        """Put the tokens of an output that has only to be scored into its pool, as many as a round verifies."""
+        if (growth := session.forced_growth(self._config.max_session_rows - 1)) is not None:
+            self._inbox.put(growth.records([(session.row, session.generation)]))
 
     def _is_being_computed(self, tokens: npt.NDArray[np.int32], known: int) -> bool:
         """True if another session is about to share so much of what the tokens need that waiting for it pays."""

@@ -4,6 +4,7 @@
     grammar_masks   which tokens each grammar allows at each row: while the forward pass runs
     apply_masks     the masks laid over the processed logits: before the choice
     ban_stops       stop tokens that come too early, of sessions that have many of them: before the choice
+    force_choices   tokens of sessions whose output is known and has only to be scored: in the place of the choice
     judge           the paths that `target_only` and `rejection` accept: between the choice and the walk
 
 A round walks down each session's rows as far as the choices agree. Here a session's path may be settled before that
@@ -119,7 +120,9 @@ class Masks:
 def needs_host(session: HostSession) -> bool:
     """Return whether rounds with this session have a host's part."""
     sampling = session.sampling
-    return session.grammar is not None or sampling.rule is not VerificationRule.COUPLED or _bans_stops(sampling)
+    if session.grammar is not None or sampling.forced_token_ids:
+        return True
+    return sampling.rule is not VerificationRule.COUPLED or _bans_stops(sampling)
 
 
 def device_stops(sampling: SamplingSpec) -> list[int]:
@@ -245,12 +248,39 @@ def ban_stops(rows: Sequence[HostRows], logits: torch.Tensor) -> None:
         if not _bans_stops(sampling):
             continue
         left = sampling.min_new_tokens - len(part.session.output)
-        depths = [0]
-        for parent in part.parents[1:]:
-            depths.append(depths[parent] + 1)
-        banned = [part.first + number for number, depth in enumerate(depths) if depth < left]
+        banned = [part.first + number for number, depth in enumerate(_depths(part)) if depth < left]
         lines, tokens = np.array(banned, np.int64)[:, None], np.array(sampling.stop_token_ids, np.int64)[None, :]
         logits[_to_device(lines, logits.device), _to_device(tokens, logits.device)] = -torch.inf
+
+
+@torch.inference_mode()
+def force_choices(rows: Sequence[HostRows], choices: torch.Tensor) -> None:
+    """Put the tokens of forced outputs in the place of choices; a row without a choice (-1) keeps its fault.
+
+    Args:
+        rows: of the sessions that need the host, others among them.
+        choices: [L] int64, changed.
+    """
+    lines, tokens = list[int](), list[int]()
+    for part in rows:
+        if forced := part.session.sampling.forced_token_ids:
+            done = len(part.session.output)
+            for number, depth in enumerate(_depths(part)):
+                # What lies behind the end is not committed.
+                if done + depth < len(forced):
+                    lines.append(part.first + number)
+                    tokens.append(forced[done + depth])
+    if lines:
+        forced_lines, forced_tokens = _to_device(np.array([lines, tokens], np.int64), choices.device)
+        choices[forced_lines] = torch.where(choices[forced_lines] < 0, -1, forced_tokens)
+
+
+def _depths(part: HostRows) -> list[int]:
+    """[n + 1] of each row below the root."""
+    depths = [0]
+    for parent in part.parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 @torch.inference_mode()

@@ -452,6 +452,7 @@ class RoundLoop:
                 finish = _end_at_stop(session, tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
+            self._admission.grow_known(session)
         if finish is Finish.NONE:
             fault = fit_fault(session.length, self._kv.slots.num_slots)
         lost = int(read.columns[ReportColumn.LOST, number])

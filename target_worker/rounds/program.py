@@ -400,6 +400,7 @@ class RoundProgram:
         choices = torch.where(best.isfinite(), choices, -1)
         if level is not Level.HOSTED:
             return choices, None
+        host_part.force_choices(hosted, choices)
         decided = self._decided[: len(logits)]
         host_part.judge(hosted, packed, rows, logits, choices, decided)
         return choices, decided

@@ -14,6 +14,7 @@ from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import COUNTED_KINDS, Finish
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.host_part import needs_host
 from outrider.target_worker.sessions import WITHOUT_BOUND, SessionFault, SessionKey, SpeculationMode, TokenLogprobs
 
@@ -70,6 +71,7 @@ class Session:
         reached: most tokens that ever had KV.
         distributions: q of the nodes that have come, by node id, under `rejection`.
         lost: bit set over places whose growth has been lost; told with the next result.
+        grown: of a forced output, the length up to which its tokens have been put into the pool.
     """
 
     key: SessionKey
@@ -105,6 +107,7 @@ class Session:
     reached: int = 0
     distributions: dict[int, DraftDistribution] = field(default_factory=dict)
     lost: int = 0
+    grown: int = 0
     level: Level = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
@@ -180,6 +183,21 @@ class Session:
         if epoch != self.epoch or self.mode is SpeculationMode.OFF:
             return False
         return as_of == self.length or not self.is_sync
+
+    def forced_growth(self, most: int) -> Growth | None:
+        """Return what is still to be grown of a forced output: a chain to `most` tokens below the root; None for nothing.
+
+        Its nodes are called by the committed length that they bring.
+        """
+        start, forced = max(self.grown, self.length), self.sampling.forced_token_ids
+        # The last token is a choice, which needs no node.
+        tokens = forced[start - self.prompt_len : min(self.length + most, self.limit - 1) - self.prompt_len]
+        if not tokens:
+            return None
+        node_ids = range(start + 1, start + 1 + len(tokens))
+        parents = [0 if start == self.length else start, *node_ids[:-1]]
+        self.grown = start + len(tokens)
+        return Growth.of_session(self.key, self.epoch, 0, self.length, node_ids, parents, tokens, [1.0] * len(tokens))
 
     def add_distributions(self, node_ids: Iterable[int], distributions: Sequence[DraftDistribution | None]) -> None:
         """Keep the q that nodes were drawn from; the oldest ones are forgotten."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"\xa9\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12%\n\x07weights\x18\x14 \x01(\x0b\x32\x14.outrider.v1.Weights\"9\n\x07Weights\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07reloads\x18\x03 \x01(\r\"\xe7\x04\n\rSamplingState\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).outrider.v1.SamplingState.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x0c\n\x04seed\x18\n \x01(\x06\x12\x14\n\x0c\x63hoice_index\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x16\n\x0emax_new_tokens\x18\r \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x33\n\x0cverification\x18\x10 \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x18\n\x10threshold_single\x18\x11 \x01(\x02\x12\x15\n\rthreshold_acc\x18\x12 \x01(\x02\x12\x17\n\x0fsynthetic_rates\x18\x13 \x03(\x02\x12\x0f\n\x07grammar\x18\x14 \x01(\t\x12\x17\n\x0fgrammar_end_ids\x18\x15 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xdd\x02\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x17.outrider.v1.ChoiceListH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x12#\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12*\n\x1d\x64isable_additional_properties\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x1f\n\x12whitespace_pattern\x18\x08 \x01(\tH\x03\x88\x01\x01\x42\x0c\n\nconstraintB\x19\n\x17_disable_any_whitespaceB \n\x1e_disable_additional_propertiesB\x15\n\x13_whitespace_pattern\"\x1c\n\nChoiceList\x12\x0e\n\x06values\x18\x01 \x03(\t\"H\n\x12\x44raftDistributions\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\"\x93\x01\n\x11SpeculationLimits\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.outrider.v1.SpeculationMode\x12\x16\n\x0emax_live_nodes\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x14\n\x0csync_wait_ms\x18\x05 \x01(\r\"\x80\x02\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\x0c\x12\x0e\n\x06output\x18\x04 \x01(\x0c\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.SamplingState\x12.\n\x06limits\x18\x06 \x01(\x0b\x32\x1e.outrider.v1.SpeculationLimits\x12*\n\x07sources\x18\x07 \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\x12\x0f\n\x07weights\x18\x14 \x01(\t\"e\n\nStepReport\x12\x0f\n\x07step_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x10\n\x08plain_ns\x18\x05 \x01(\x04\"\x94\x02\n\nWorkerLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x12\n\nslots_used\x18\x02 \x01(\r\x12\x13\n\x0bslots_total\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x02\x12\x14\n\x0cslots_cached\x18\x06 \x01(\r\x12\x33\n\x0b\x63\x61libration\x18\x07 \x01(\x0b\x32\x1e.outrider.v1.CalibrationReport\x12\x13\n\x0bstep_age_ms\x18\x08 \x01(\r\x12\x11\n\tpreparing\x18\t \x01(\x08\x12\x14\n\x0c\x63oordinators\x18\n \x01(\r\x12%\n\x07weights\x18\x14 \x01(\x0b\x32\x14.outrider.v1.Weights\"O\n\x11\x43\x61librationReport\x12\r\n\x05\x65\x64ges\x18\x01 \x01(\x0c\x12+\n\x05rules\x18\x02 \x03(\x0b\x32\x1c.outrider.v1.RuleReliability\"}\n\x0fRuleReliability\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x10\n\x08\x63hildren\x18\x02 \x03(\x04\x12\x11\n\tpredicted\x18\x03 \x01(\x0c\x12\x0c\n\x04hits\x18\x04 \x03(\x04\x12)\n\x06source\x18\x05 \x01(\x0e\x32\x19.outrider.v1.GrowthSource\"P\n\x0cSessionError\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SPECULATION_MODE_ASYNC\x10\x01\x12\x19\n\x15SPECULATION_MODE_SYNC\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03*x\n\x0cGrowthSource\x12\x1d\n\x19GROWTH_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROWTH_SOURCE_MODEL\x10\x01\x12\x17\n\x13GROWTH_SOURCE_NGRAM\x10\x02\x12\x17\n\x13GROWTH_SOURCE_EAGLE\x10\x03*\xb9\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x01\x12!\n\x1dVERIFICATION_RULE_TARGET_ONLY\x10\x02\x12\x1f\n\x1bVERIFICATION_RULE_REJECTION\x10\x03\x12\x1f\n\x1bVERIFICATION_RULE_SYNTHETIC\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"\xa9\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12%\n\x07weights\x18\x14 \x01(\x0b\x32\x14.outrider.v1.Weights\"9\n\x07Weights\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07reloads\x18\x03 \x01(\r\"\x81\x05\n\rSamplingState\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).outrider.v1.SamplingState.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x0c\n\x04seed\x18\n \x01(\x06\x12\x14\n\x0c\x63hoice_index\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x16\n\x0emax_new_tokens\x18\r \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x33\n\x0cverification\x18\x10 \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x18\n\x10threshold_single\x18\x11 \x01(\x02\x12\x15\n\rthreshold_acc\x18\x12 \x01(\x02\x12\x17\n\x0fsynthetic_rates\x18\x13 \x03(\x02\x12\x0f\n\x07grammar\x18\x14 \x01(\t\x12\x17\n\x0fgrammar_end_ids\x18\x15 \x03(\r\x12\x18\n\x10\x66orced_token_ids\x18\x16 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xdd\x02\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x17.outrider.v1.ChoiceListH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x12#\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12*\n\x1d\x64isable_additional_properties\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x1f\n\x12whitespace_pattern\x18\x08 \x01(\tH\x03\x88\x01\x01\x42\x0c\n\nconstraintB\x19\n\x17_disable_any_whitespaceB \n\x1e_disable_additional_propertiesB\x15\n\x13_whitespace_pattern\"\x1c\n\nChoiceList\x12\x0e\n\x06values\x18\x01 \x03(\t\"H\n\x12\x44raftDistributions\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\"\x93\x01\n\x11SpeculationLimits\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.outrider.v1.SpeculationMode\x12\x16\n\x0emax_live_nodes\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x14\n\x0csync_wait_ms\x18\x05 \x01(\r\"\x80\x02\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\x0c\x12\x0e\n\x06output\x18\x04 \x01(\x0c\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.SamplingState\x12.\n\x06limits\x18\x06 \x01(\x0b\x32\x1e.outrider.v1.SpeculationLimits\x12*\n\x07sources\x18\x07 \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\x12\x0f\n\x07weights\x18\x14 \x01(\t\"e\n\nStepReport\x12\x0f\n\x07step_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x10\n\x08plain_ns\x18\x05 \x01(\x04\"\x94\x02\n\nWorkerLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x12\n\nslots_used\x18\x02 \x01(\r\x12\x13\n\x0bslots_total\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x02\x12\x14\n\x0cslots_cached\x18\x06 \x01(\r\x12\x33\n\x0b\x63\x61libration\x18\x07 \x01(\x0b\x32\x1e.outrider.v1.CalibrationReport\x12\x13\n\x0bstep_age_ms\x18\x08 \x01(\r\x12\x11\n\tpreparing\x18\t \x01(\x08\x12\x14\n\x0c\x63oordinators\x18\n \x01(\r\x12%\n\x07weights\x18\x14 \x01(\x0b\x32\x14.outrider.v1.Weights\"O\n\x11\x43\x61librationReport\x12\r\n\x05\x65\x64ges\x18\x01 \x01(\x0c\x12+\n\x05rules\x18\x02 \x03(\x0b\x32\x1c.outrider.v1.RuleReliability\"}\n\x0fRuleReliability\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x10\n\x08\x63hildren\x18\x02 \x03(\x04\x12\x11\n\tpredicted\x18\x03 \x01(\x0c\x12\x0c\n\x04hits\x18\x04 \x03(\x04\x12)\n\x06source\x18\x05 \x01(\x0e\x32\x19.outrider.v1.GrowthSource\"P\n\x0cSessionError\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SPECULATION_MODE_ASYNC\x10\x01\x12\x19\n\x15SPECULATION_MODE_SYNC\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03*x\n\x0cGrowthSource\x12\x1d\n\x19GROWTH_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROWTH_SOURCE_MODEL\x10\x01\x12\x17\n\x13GROWTH_SOURCE_NGRAM\x10\x02\x12\x17\n\x13GROWTH_SOURCE_EAGLE\x10\x03*\xb9\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x01\x12!\n\x1dVERIFICATION_RULE_TARGET_ONLY\x10\x02\x12\x1f\n\x1bVERIFICATION_RULE_REJECTION\x10\x03\x12\x1f\n\x1bVERIFICATION_RULE_SYNTHETIC\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,38 +33,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SPECULATIONMODE']._serialized_start=2428
-  _globals['_SPECULATIONMODE']._serialized_end=2560
-  _globals['_GROWTHSOURCE']._serialized_start=2562
-  _globals['_GROWTHSOURCE']._serialized_end=2682
-  _globals['_VERIFICATIONRULE']._serialized_start=2685
-  _globals['_VERIFICATIONRULE']._serialized_end=2870
+  _globals['_SPECULATIONMODE']._serialized_start=2454
+  _globals['_SPECULATIONMODE']._serialized_end=2586
+  _globals['_GROWTHSOURCE']._serialized_start=2588
+  _globals['_GROWTHSOURCE']._serialized_end=2708
+  _globals['_VERIFICATIONRULE']._serialized_start=2711
+  _globals['_VERIFICATIONRULE']._serialized_end=2896
   _globals['_MODELINFO']._serialized_start=42
   _globals['_MODELINFO']._serialized_end=211
   _globals['_WEIGHTS']._serialized_start=213
   _globals['_WEIGHTS']._serialized_end=270
   _globals['_SAMPLINGSTATE']._serialized_start=273
-  _globals['_SAMPLINGSTATE']._serialized_end=888
-  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_start=827
-  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_end=875
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=891
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1240
-  _globals['_CHOICELIST']._serialized_start=1242
-  _globals['_CHOICELIST']._serialized_end=1270
-  _globals['_DRAFTDISTRIBUTIONS']._serialized_start=1272
-  _globals['_DRAFTDISTRIBUTIONS']._serialized_end=1344
-  _globals['_SPECULATIONLIMITS']._serialized_start=1347
-  _globals['_SPECULATIONLIMITS']._serialized_end=1494
-  _globals['_SESSIONOPEN']._serialized_start=1497
-  _globals['_SESSIONOPEN']._serialized_end=1753
-  _globals['_STEPREPORT']._serialized_start=1755
-  _globals['_STEPREPORT']._serialized_end=1856
-  _globals['_WORKERLOAD']._serialized_start=1859
-  _globals['_WORKERLOAD']._serialized_end=2135
-  _globals['_CALIBRATIONREPORT']._serialized_start=2137
-  _globals['_CALIBRATIONREPORT']._serialized_end=2216
-  _globals['_RULERELIABILITY']._serialized_start=2218
-  _globals['_RULERELIABILITY']._serialized_end=2343
-  _globals['_SESSIONERROR']._serialized_start=2345
-  _globals['_SESSIONERROR']._serialized_end=2425
+  _globals['_SAMPLINGSTATE']._serialized_end=914
+  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_start=853
+  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_end=901
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=917
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1266
+  _globals['_CHOICELIST']._serialized_start=1268
+  _globals['_CHOICELIST']._serialized_end=1296
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_start=1298
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_end=1370
+  _globals['_SPECULATIONLIMITS']._serialized_start=1373
+  _globals['_SPECULATIONLIMITS']._serialized_end=1520
+  _globals['_SESSIONOPEN']._serialized_start=1523
+  _globals['_SESSIONOPEN']._serialized_end=1779
+  _globals['_STEPREPORT']._serialized_start=1781
+  _globals['_STEPREPORT']._serialized_end=1882
+  _globals['_WORKERLOAD']._serialized_start=1885
+  _globals['_WORKERLOAD']._serialized_end=2161
+  _globals['_CALIBRATIONREPORT']._serialized_start=2163
+  _globals['_CALIBRATIONREPORT']._serialized_end=2242
+  _globals['_RULERELIABILITY']._serialized_start=2244
+  _globals['_RULERELIABILITY']._serialized_end=2369
+  _globals['_SESSIONERROR']._serialized_start=2371
+  _globals['_SESSIONERROR']._serialized_end=2451
 # @@protoc_insertion_point(module_scope)
