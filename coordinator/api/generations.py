@@ -214,6 +214,19 @@ class Generations:
             logger.info("request %s %s with %s: %s", told_id, said, type(error).__name__, error, extra=ids)
             raise
 
+    async def check(self, request: generation_pb2.GenerateRequest) -> GenerationRequest:
+        """Return a request with every default filled in, without running it.
+
+        Raises:
+            InvalidRequest: names every field that is wrong.
+            Overloaded: too many others wait to be checked.
+        """
+        try:
+            return (await self._check(request, ("", request.request_id), None))[0]
+        except OutriderError as error:
+            self.on_refusal(error)
+            raise
+
     async def _seed_elsewhere(self, request: generation_pb2.GenerateRequest, key: tuple[str, str]) -> int | None:
         """Of a request that is to be taken over from another coordinator; one that names no id is new."""
         if 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS and key not in self.live:

@@ -3,7 +3,7 @@
 import math
 
 from outrider.coordinator.api.field_checks import FieldChecks
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SCORED_ALONE, SamplingSpec
 
 MAX_LOGPROBS = 20
 # Below this, probabilities other than the best one's underflow in float32: the choice is the greedy one.
@@ -18,7 +18,9 @@ def sampling_spec(fields: FieldChecks, *, max_new_tokens: int, seed: int) -> Sam
     if top_k < -1:
         fields.wrong("sampling_params.top_k", f"{top_k} given, 1 or more needed; 0 or -1 turns it off")
     stop_token_ids = fields.token_id_list("stop_token_ids")
-    eos = () if params.ignore_eos else fields.model.eos_token_ids
+    forced = params.forced_token_ids
+    fields.check_token_ids("sampling_params.forced_token_ids", forced)
+    eos = () if params.ignore_eos or forced else fields.model.eos_token_ids
     min_new_tokens = fields.whole("min_new_tokens", default=0, low=0)
     if min_new_tokens > max_new_tokens:
         fields.wrong(
@@ -42,7 +44,10 @@ def sampling_spec(fields: FieldChecks, *, max_new_tokens: int, seed: int) -> Sam
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
         logprobs=fields.whole("logprobs", default=None, low=0, high=MAX_LOGPROBS),
+        forced_token_ids=tuple(forced),
     )
+    if forced and (not spec.is_scored or params.stop or params.HasField("structured_outputs")):
+        fields.wrong("sampling_params.forced_token_ids", SCORED_ALONE)
     if min_new_tokens and spec.allowed_token_ids and set(spec.allowed_token_ids) <= set(spec.stop_token_ids):
         fields.wrong(
             "sampling_params.allowed_token_ids",

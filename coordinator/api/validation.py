@@ -14,7 +14,7 @@ from outrider.coordinator.api.sampling_fields import sampling_spec
 from outrider.coordinator.api.speculation_fields import TreeBounds, asked_sources, speculation, verification
 from outrider.coordinator.api.structured_outputs import structured_outputs
 from outrider.coordinator.api.unknown_fields import unknown_fields
-from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.messages import GenerationRequest, SpeculationMode
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
@@ -158,6 +158,9 @@ class _Check:
         sampling = replace(sampling, **self._structured_outputs(sampling))
         stop = self._stop()
         mode, max_nodes, max_depth = speculation(self.fields, asked, limits.tree_bounds)
+        if sampling.forced_token_ids:
+            # The target grows what it is to score, and bounds it itself.
+            mode, max_nodes, max_depth = SpeculationMode.OFF, 0, 0
         generation = GenerationRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt[: self._model.max_model_len]),
@@ -241,7 +244,7 @@ class _Check:
                 f"shorten it to at most {longest - 1}",
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
-        given = self.fields.whole("max_new_tokens", default=None, low=1)
+        given = self.fields.whole("max_new_tokens", default=len(self._params.forced_token_ids) or None, low=1)
         if given is None:
             return max(1, min(self._limits.default_max_new_tokens, room))
         if given > room >= 1:

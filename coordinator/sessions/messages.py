@@ -46,8 +46,8 @@ class GenerationRequest:
 
     Attributes:
         sampling: the rule for choice 0; choice c uses the same with `choice_index` c.
-        max_nodes: most nodes verified for a choice in one step.
-        max_depth: deepest node.
+        max_nodes: most nodes verified for a choice in one step; 0: the target's own bound.
+        max_depth: deepest node; likewise.
         sources: what may grow its tree.
         received: choice index to the output tokens that the client has already got (a resumed request).
         trace: whether a RoundRecord follows every verification.

@@ -44,6 +44,7 @@ class GenerateOptions(StructuredOptions, total=False):
     ignore_eos: bool
     n: int | None
     logprobs: int | None
+    forced_token_ids: Sequence[int] | None
     speculation: Literal["async", "sync", "off"]
     sources: Sequence[Literal["model", "ngram", "eagle"]] | None
     max_nodes: int | None

@@ -43,6 +43,9 @@ def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
     return _RULES[number]
 
 
+SCORED_ALONE = "as many as max_new_tokens needed, and nothing beside them that changes or ends the output"
+"""Requirement of an output that has only to be scored."""
+
 _MOST_BIAS = 1e4
 # What float32 bears, with room to spare; what users may ask for is the coordinator's to say. NaN is in no range.
 _RANGES = {
@@ -121,10 +124,11 @@ class SamplingSpec:
         return bool(self.rule is not VerificationRule.COUPLED or self.logprobs is not None or changed)
 
     @property
-    def _is_score(self) -> bool:
-        """True if forced tokens are all that the output depends on."""
+    def is_scored(self) -> bool:
+        """True if the output is known: forced tokens alone, as many as there are to be."""
         is_changed = self.has_processors or self.stop_token_ids or self.grammar or self.temperature > 0
-        return len(self.forced_token_ids) == self.max_new_tokens and not (is_changed or self.is_synthetic)
+        is_whole = len(self.forced_token_ids) == self.max_new_tokens
+        return bool(self.forced_token_ids) and is_whole and not (is_changed or self.is_synthetic)
 
     @functools.cached_property
     def record(self) -> bytes:
@@ -155,8 +159,6 @@ class SamplingSpec:
             return f"token ids from 0 to {vocab_size - 1} needed"
         if self.grammar and not self.grammar_end_ids:
             return "grammar_end_ids: empty, at least one needed with a grammar"
-        if self.forced_token_ids and not self._is_score:
-            return "forced_token_ids: max_new_tokens of them needed, and nothing else that changes or ends the output"
         if not 0 <= self.choice_index < 1 << 31:
             return f"choice_index: {self.choice_index} given, 0 to {(1 << 31) - 1} needed"
         for name, (low, high) in _RANGES.items():
@@ -165,7 +167,7 @@ class SamplingSpec:
                 return f"{name}: {value:g} given, {low:g} to {high:g} needed"
         if not all(abs(value) <= _MOST_BIAS for value in self.logit_bias.values()):
             return f"logit_bias: {-_MOST_BIAS:g} to {_MOST_BIAS:g} needed"
-        return None
+        return None if self.is_scored or not self.forced_token_ids else f"forced_token_ids: {SCORED_ALONE}"
 
     def to_proto(self) -> common_pb2.SamplingState:
         """The message that opens a session at a worker."""

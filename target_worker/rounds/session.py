@@ -185,9 +185,9 @@ class Session:
         return as_of == self.length or not self.is_sync
 
     def forced_growth(self, most: int) -> Growth | None:
-        """Return what is still to be grown of a forced output: a chain to `most` tokens below the root; None for nothing.
+        """Return what is still to be grown of a forced output: a chain that ends `most` tokens below the root.
 
-        Its nodes are called by the committed length that they bring.
+        Its nodes are called by the committed length that they bring. None: nothing is to be grown.
         """
         start, forced = max(self.grown, self.length), self.sampling.forced_token_ids
         # The last token is a choice, which needs no node.

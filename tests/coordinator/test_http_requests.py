@@ -91,6 +91,9 @@ def test_prompts_are_text_or_token_ids_one_or_several() -> None:
     assert [request.request_id for request in several.requests] == ["cmpl-mine-0", "cmpl-mine-1"]
     assert completion(prompt="ab", add_special_tokens=False).requests[0].token_ids.ids == TOKENIZER.encode("ab")[1:]
     assert completion(prompt=["ab", [3]], echo=True).echo == ["ab", TOKENIZER.decode([3])]
+    # An output of no tokens makes sense where there is something else to be sent.
+    assert "max_tokens" in wrong(completion, max_tokens=0)
+    assert "max_tokens" in wrong(completion, max_tokens=-1, echo=True)
     assert "prompt" in wrong(completion, prompt={})
     assert "prompt" in wrong(completion, prompt=[])
     assert "prompt" in wrong(completion, prompt=["a"] * 129)

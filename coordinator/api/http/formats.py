@@ -22,11 +22,15 @@ DONE = "data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0
 
 
+Scores = Sequence[Sequence[str]]
+"""Log probabilities piece by piece, each as the JSON of a format's lists."""
+
+
 class Format(Protocol):
     """One kind of response."""
 
-    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
-        """The chunk before a choice's first tokens, or nothing."""
+    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str, scores: Scores) -> str:
+        """The chunk before a choice's first tokens, or nothing; `scores` are the prompt's."""
         ...
 
     def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
@@ -57,11 +61,11 @@ class Format(Protocol):
 class WholeChoice:
     """One choice as it is collected."""
 
-    def __init__(self, prompt_token_ids: Sequence[int], echo: str) -> None:
+    def __init__(self, prompt_token_ids: Sequence[int], echo: str, scores: list[Sequence[str]]) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.texts = [echo]
         self.token_ids: list[int] = []
-        self.logprobs: list[Sequence[str]] = []
+        self.logprobs = scores
         self.result: ChoiceResult | None = None
 
     def take(self, delta: TokenDelta, logprobs: Sequence[str]) -> None:
@@ -132,11 +136,12 @@ class ChoicesFormat:
     def _whole(self, choices: Sequence[str], rest: dict[str, Any]) -> str:
         return f'{compact(self._about)[:-1]},"choices":[{",".join(choices)}],{compact(rest)[1:]}'
 
-    def _whole_choice(self, content: dict[str, Any], logprobs: Sequence[Sequence[str]]) -> str:
-        told = "null"
-        if self._asked.logprobs is not None:
-            told = self._named([",".join(each) for each in zip(*logprobs, strict=True)] or [""] * len(self._lists))
+    def _whole_choice(self, content: dict[str, Any], logprobs: Scores) -> str:
+        told = "null" if self._asked.logprobs is None else self._joined(logprobs)
         return f'{compact(content)[:-1]},"logprobs":{told}}}'
+
+    def _joined(self, logprobs: Scores) -> str:
+        return self._named([",".join(each) for each in zip(*logprobs, strict=True)] or [""] * len(self._lists))
 
     def _named(self, lists: Sequence[str]) -> str:
         """The lists of log probabilities, under their names."""
@@ -173,10 +178,10 @@ class CompletionFormat(ChoicesFormat):
         # Of each choice: characters of its tokens so far, where log probabilities are sent.
         self._offsets: dict[int, int] = {}
 
-    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
+    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str, scores: Scores) -> str:
         """The chunk before a choice's first tokens, or nothing."""
-        ids = self._prompt_ids(prompt_token_ids)
-        return self._text(index, echo, rest=ids) if echo or ids else ""
+        ids, logprobs = self._prompt_ids(prompt_token_ids), self._joined(scores) if scores else "null"
+        return self._text(index, echo, logprobs=logprobs, rest=ids) if echo or ids else ""
 
     def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
         """New tokens of choice `index` of the response."""
@@ -209,17 +214,17 @@ class CompletionFormat(ChoicesFormat):
         return self._whole_choice(content, choice.logprobs)
 
     def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
-        """Of new tokens; `top_logprobs` is no list where none are asked for."""
+        """Of new tokens, or of a prompt, whose first has none; `top_logprobs` is no list where none are asked for."""
         logprobs = delta.logprobs
         if logprobs is None:
             return ()
         tokens, values, best, offsets = [], [], [], []
         offset = self._offsets.get(index, 0)
-        for place, token_id in enumerate(delta.token_ids):
+        for place, token_id in enumerate(delta.token_ids, len(logprobs.token_logprobs) - len(delta.token_ids)):
             text = self._token(token_id)
             tokens.append(text)
-            values.append(_finite(logprobs.token_logprobs[place]))
-            best.append(self._best(logprobs, place, token_id))
+            values.append(None if place < 0 else _finite(logprobs.token_logprobs[place]))
+            best.append(None if place < 0 else self._best(logprobs, place, token_id))
             offsets.append(offset)
             offset += len(text)
         self._offsets[index] = offset
@@ -247,8 +252,9 @@ class ChatFormat(ChoicesFormat):
         # Of each choice whose model may call functions.
         self._parsers: dict[int, CallParser] = {}
 
-    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
+    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str, scores: Scores) -> str:
         """The chunk before a choice's first tokens, or nothing."""
+        del echo, scores
         body = '"delta":{"role":"assistant","content":""}'
         return self._piece(index, body, about=self._prompt_ids(prompt_token_ids))
 

@@ -12,6 +12,7 @@ import functools
 import json
 import time
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,26 +28,24 @@ from outrider.coordinator.api.http.disconnect import UntilDisconnect
 from outrider.coordinator.api.http.errors import error_body
 from outrider.coordinator.api.http.fields import read_json_object
 from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, Format, WholeChoice
-from outrider.coordinator.api.http.parameters import Asked, renamed
+from outrider.coordinator.api.http.parameters import Asked
+from outrider.coordinator.api.http.prompt_events import Event, Stream, prompt_events
 from outrider.coordinator.api.http.request_metrics import RequestMetrics
 from outrider.coordinator.api.http.requests import REQUEST_ID, read_chat, read_completion
 from outrider.coordinator.api.http.responses import ResponsesFormat, read_response
 from outrider.coordinator.api.validation import max_request_bytes
 from outrider.coordinator.sessions.messages import (
-    GenerationEvent,
     GenerationRequest,
     GenerationResult,
     RoundRecord,
     TokenDelta,
+    TokenLogprobs,
 )
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.rpc import MAX_MESSAGE_BYTES
-from outrider.v1 import generation_pb2
 
 # JSON takes more room than the same request by gRPC: digits and commas, and escapes of what is not ASCII.
 _JSON_FACTOR = 3
-# Of several prompts' events, those that wait until the client has read on.
-_MOST_EVENTS = 256
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -56,8 +55,6 @@ _EVENT_STREAM = [
 
 REQUEST_ID_HEADER = "x-request-id"
 
-Event = GenerationRequest | GenerationEvent
-Stream = Callable[[generation_pb2.GenerateRequest], AsyncGenerator[Event, None]]
 ReadRequest = Callable[[Mapping[str, Any], str | None], Asked]
 
 
@@ -117,7 +114,7 @@ class Endpoint:
         response = _Response(asked, self._format(asked))
         async with (
             UntilDisconnect(receive) as connection,
-            contextlib.aclosing(_all_events(self._stream_of(scope, asked), asked)) as events,
+            contextlib.aclosing(prompt_events(self._stream_of(scope, asked), self._generations.check, asked)) as events,
         ):
             if asked.stream:
                 await response.stream(events, send, connection)
@@ -160,6 +157,9 @@ class _Response:
         self._asked, self._format = asked, form
         self._metrics = RequestMetrics(asked.metrics)
         self._prompts: dict[int, Sequence[int]] = {}
+        # Tokens of each prompt that are scored; of each choice, what its format makes of them.
+        self._scored = Counter[int]()
+        self._scores = defaultdict[int, list[Sequence[str]]](list)
         self._begun: set[int] = set()
 
     async def stream(
@@ -192,8 +192,10 @@ class _Response:
                 choices[index].take(event, self._format.logprobs(event, index))
             elif isinstance(event, GenerationRequest):
                 self._begin(prompt, event)
-                for index in range(event.n):
-                    choices[first + index] = WholeChoice(event.prompt_token_ids, self._asked.echo[prompt])
+                for index in range(first, first + event.n):
+                    choices[index] = WholeChoice(event.prompt_token_ids, self._asked.echo[prompt], self._scores[index])
+            elif isinstance(event, TokenLogprobs):
+                self._take_scores(prompt, event)
             elif isinstance(event, GenerationResult):
                 self._metrics.note_result(event)
                 for result in event.choices:
@@ -230,69 +232,22 @@ class _Response:
             return "".join(chunks)
         if isinstance(event, RoundRecord):
             self._metrics.note_round(event)
+        elif isinstance(event, TokenLogprobs):
+            self._take_scores(prompt, event)
         return ""
 
     def _first(self, prompt: int, index: int) -> str:
         self._begun.add(index)
-        return self._format.first(index, self._prompts[prompt], self._asked.echo[prompt])
+        return self._format.first(index, self._prompts[prompt], self._asked.echo[prompt], self._scores[index])
 
-
-async def _all_events(begin: Stream, asked: Asked) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of every prompt, each with its prompt's number."""
-    if len(asked.requests) > 1:
-        async with contextlib.aclosing(_merged(begin, asked)) as merged:
-            async for each in merged:
-                yield each
-        return
-    try:
-        async with contextlib.aclosing(begin(asked.requests[0])) as events:
-            async for event in events:
-                yield 0, event
-    except InvalidRequest as error:
-        raise renamed(error, asked.names[0]) from error
-
-
-async def _merged(begin: Stream, asked: Asked) -> AsyncGenerator[tuple[int, Event], None]:
-    """Several prompts side by side; none begins before all are accepted, and the first error ends all."""
-    queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(_MOST_EVENTS)
-
-    async def run(prompt: int) -> None:
-        end: Exception | None = None
-        try:
-            async with contextlib.aclosing(begin(asked.requests[prompt])) as events:
-                async for event in events:
-                    await queue.put((prompt, event))
-        except InvalidRequest as error:
-            end = renamed(error, asked.names[prompt])
-        except Exception as error:  # noqa: BLE001 - a defect has to end the response like any error, not to hang it
-            end = error
-        await queue.put((prompt, end))
-
-    tasks = [asyncio.create_task(run(prompt)) for prompt in range(len(asked.requests))]
-    running, accepted, held = len(tasks), 0, list[tuple[int, Event]]()
-    try:
-        while running:
-            prompt, event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                running -= 1
-            elif isinstance(event, GenerationRequest):
-                accepted += 1
-                yield prompt, event
-            elif accepted < len(tasks):
-                held.append((prompt, event))
-                continue
-            else:
-                yield prompt, event
-            if accepted == len(tasks) and held:
-                for each in held:
-                    yield each
-                held.clear()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _take_scores(self, prompt: int, scores: TokenLogprobs) -> None:
+        """Keep the log probabilities of the prompt's next tokens as JSON; the first token has none."""
+        start = self._scored[prompt]
+        end = self._scored[prompt] = max(start, 1) + len(scores.token_logprobs)
+        token_ids, first = self._prompts[prompt][start:end], prompt * self._asked.choices
+        for index in range(first, first + self._asked.choices):
+            told = TokenDelta(index=index, token_ids=token_ids, text="", offset=start, text_offset=0, logprobs=scores)
+            self._scores[index].append(self._format.logprobs(told, index))
 
 
 def header_id(scope: Any) -> str | None:

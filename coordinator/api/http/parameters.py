@@ -86,6 +86,8 @@ class Asked:
         return_token_ids: beside the text.
         metrics: how much is told of speculation: none, summary or detailed.
         echo: in front of each prompt's output; empty for nothing.
+        scores_prompts: the log probabilities of prompts are sent with theirs.
+        generates: there is to be an output; without one, prompts alone are sent back.
         names: of each of `requests`, how fields are called here that the common checks may find wrong (`renamed`).
         request_id: the client's own, or made here.
         is_new: it was made here.
@@ -105,6 +107,8 @@ class Asked:
     names: Sequence[Mapping[str, str]]
     request_id: str
     is_new: bool
+    scores_prompts: bool = False
+    generates: bool = True
     tools: Tools | None = None
     traceparent: str = ""
 
@@ -140,11 +144,11 @@ def read_sampling(fields: Fields) -> tuple[generation_pb2.SamplingParams, Mappin
     return params, read_structured_outputs(fields, params)
 
 
-def read_length(fields: Fields, params: generation_pb2.SamplingParams, *names: str) -> str:
-    """The most tokens of output, by the first of these names that is given; returns that name."""
+def read_length(fields: Fields, params: generation_pb2.SamplingParams, *names: str, low: int = 1) -> str:
+    """The most tokens of output, at least `low`, by the first of these names that is given; returns that name."""
     given = [name for name in names if name in fields]
     for name in names:
-        value = fields.whole(name, low=1, high=(1 << 32) - 1)
+        value = fields.whole(name, low=low, high=(1 << 32) - 1)
         if value is not None and name == given[0]:
             params.max_new_tokens = value
     return given[0] if given else names[0]

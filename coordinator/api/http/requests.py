@@ -49,13 +49,16 @@ def read_completion(
     check_model(fields, model)
     prompts = _prompts(fields)
     params, structured_names = read_sampling(fields)
-    length_name = read_length(fields, params, "max_tokens")
+    echo = fields.flag("echo")
+    length_name = read_length(fields, params, "max_tokens", low=0 if echo else 1)
+    generates = not params.HasField("max_new_tokens") or params.max_new_tokens > 0
+    if not generates:
+        # What nobody generates is checked as one token would be.
+        params.max_new_tokens = 1
     logprobs = fields.whole("logprobs", low=0, high=_ANY_COUNT)
     if logprobs is not None:
         params.logprobs = logprobs
-    echo = fields.flag("echo")
-    if echo and logprobs is not None:
-        fields.wrong("echo", "not served together with logprobs: the prompt's own are not computed")
+    scores_prompts = echo and logprobs is not None
     has_special_tokens = fields.flag("add_special_tokens", default=True)
     common = _common(fields, params, request_id=request_id, prefix="cmpl")
     choices = params.n or 1
@@ -64,11 +67,13 @@ def read_completion(
     requests = []
     for prompt in prompts:
         request = generation_pb2.GenerateRequest(sampling_params=params, **common["shared"])
-        if isinstance(prompt, str) and (has_special_tokens or tokenizer is None):
+        if isinstance(prompt, str) and (tokenizer is None or (has_special_tokens and not scores_prompts)):
             request.text = prompt
         else:
             request.token_ids.SetInParent()
-            ids = tokenizer.encode(prompt, special_tokens=False) if isinstance(prompt, str) and tokenizer else prompt
+            ids = prompt
+            if isinstance(prompt, str) and tokenizer is not None:
+                ids = tokenizer.encode(prompt, special_tokens=has_special_tokens)
             request.token_ids.ids.extend(ids)  # pyright: ignore[reportArgumentType] a str has become ids
         requests.append(request)
     is_list = len(prompts) > 1
@@ -81,6 +86,8 @@ def read_completion(
         choices=choices,
         logprobs=logprobs,
         echo=[_text_of(prompt, tokenizer) for prompt in prompts] if echo else [""] * len(prompts),
+        scores_prompts=scores_prompts,
+        generates=generates,
         names=names,
         request_id=common["request_id"],
         **common["asked"],

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.coordinator.api.http.fields import Fields
-from outrider.coordinator.api.http.formats import WholeChoice, compact
+from outrider.coordinator.api.http.formats import Scores, WholeChoice, compact
 from outrider.coordinator.api.http.parameters import Asked
 from outrider.coordinator.api.http.requests import read_chat
 from outrider.coordinator.api.http.tool_calls import CallParser, CallPiece
@@ -188,9 +188,9 @@ class ResponsesFormat:
         del delta, index
         return ()
 
-    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
+    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str, scores: Scores) -> str:
         """The events before the first tokens."""
-        del index, prompt_token_ids, echo
+        del index, prompt_token_ids, echo, scores
         begun = {**self._about, "status": "in_progress", "output": [], "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
