@@ -231,6 +231,9 @@ class Session:
         if self.is_watched:
             # Each round's tokens stand before its record, and are told by themselves.
             self.deliver()
+        if self.sampling.forced_token_ids:
+            # Its nodes were the target's own: they say nothing of drafts.
+            outcome = outcome._replace(accepted=0, selected=0, sources=())
         before, token_ids = len(self.token_ids), outcome.token_ids
         since_ns, self.committed_ns = self.committed_ns, result_ns
         try:

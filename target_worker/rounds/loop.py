@@ -453,9 +453,6 @@ class RoundLoop:
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
             self._admission.grow_known(session)
-        if session.sampling.forced_token_ids:
-            # What was accepted says nothing of drafts.
-            rows, accepted, drafters = 1, [], []
         if finish is Finish.NONE:
             fault = fit_fault(session.length, self._kv.slots.num_slots)
         lost = int(read.columns[ReportColumn.LOST, number])

@@ -122,6 +122,13 @@ def test_every_parameter_arrives() -> None:
     assert len({id(stream) for stream in streams}) == 3
 
 
+def test_an_output_that_is_known_is_as_long_as_it_is_and_no_draft_has_a_part_in_it() -> None:
+    generation, _ = VALIDATOR.check(request_with(forced_token_ids=[EOS, 9, EOS], logprobs=1))
+    sampling = generation.sampling
+    assert (sampling.forced_token_ids, sampling.max_new_tokens, sampling.stop_token_ids) == ((EOS, 9, EOS), 3, ())
+    assert (generation.mode, generation.max_nodes, generation.max_depth) == (SpeculationMode.OFF, 0, 0)
+
+
 BENCHMARKED = RequestValidator(MODEL, TOKENIZER, RequestLimits(allow_synthetic=True))
 
 
@@ -218,6 +225,12 @@ def test_default_output_limit_is_cut_to_the_room_but_a_given_one_is_not() -> Non
         ({"logit_bias": {1: -101.0}}, "sampling_params.logit_bias[1]", "-101"),
         ({"allowed_token_ids": [3, 300]}, "sampling_params.allowed_token_ids[1]", "300"),
         ({"stop_token_ids": [256]}, "sampling_params.stop_token_ids[0]", "256"),
+        ({"forced_token_ids": [256]}, "sampling_params.forced_token_ids[0]", "256"),
+        ({"forced_token_ids": [3] * 60}, "sampling_params.max_new_tokens", "at most 59"),
+        ({"forced_token_ids": [3], "max_new_tokens": 2}, "sampling_params.forced_token_ids", "as many as max_new"),
+        ({"forced_token_ids": [3], "temperature": 1.0}, "sampling_params.forced_token_ids", "nothing beside them"),
+        ({"forced_token_ids": [3], "stop": ["x"]}, "sampling_params.forced_token_ids", "nothing beside them"),
+        ({"forced_token_ids": [3], "stop_token_ids": [4]}, "sampling_params.forced_token_ids", "nothing beside them"),
         ({"stop": ["ok", ""]}, "sampling_params.stop[1]", "empty"),
         ({"stop": ["é" * 129]}, "sampling_params.stop[0]", "258 bytes"),
         ({"stop": ["x"] * 17}, "sampling_params.stop", "17 strings"),

@@ -8,9 +8,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+import torch
 
 from outrider.client import Client
 from outrider.local import LocalService
+
+from .conftest import Reference
 
 PROMPT = "def fibonacci(n):\n"
 
@@ -76,6 +79,34 @@ def test_stop_seed_and_usage(client: openai.OpenAI) -> None:
     assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"]
     # The first token comes with the prompt; each verification then emits one more than it accepts.
     assert metrics["num_accepted_draft_tokens"] <= 24
+
+
+@torch.inference_mode()
+def test_scores_of_prompts_are_the_models(
+    client: openai.OpenAI, grpc_client: Client, reference: Reference, prompts: list[list[int]]
+) -> None:
+    """As lm-eval asks for them: prompts as token ids, one token behind them."""
+    chosen = [*(prompt[:90] for prompt in prompts[:3]), prompts[3][:1]]
+    completion = client.completions.create(
+        model="target", prompt=chosen, echo=True, logprobs=1, max_tokens=1, temperature=0
+    )
+    for prompt, choice in zip(chosen, completion.choices, strict=True):
+        ids = torch.tensor(prompt)
+        rows = reference.model(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected = rows.gather(1, ids[1:, None])[:, 0].tolist()
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-3)
+        assert choice.logprobs.top_logprobs is not None
+        best = [max(top.values()) for top in choice.logprobs.top_logprobs[1:-1]]
+        assert best == pytest.approx(rows.max(-1).values.tolist(), abs=1e-3)
+        assert len(choice.logprobs.token_logprobs) == len(prompt) + 1
+        if len(prompt) > 1:
+            scored = grpc_client.generate(prompt[:1], forced_token_ids=prompt[1:], logprobs=0).choices[0]
+            assert list(scored.token_ids) == prompt[1:]
+            assert scored.logprobs is not None
+            assert list(scored.logprobs.token_logprobs) == pytest.approx(expected, abs=1e-3)
 
 
 def test_bad_parameters_are_named(client: openai.OpenAI) -> None:

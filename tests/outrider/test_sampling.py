@@ -40,6 +40,8 @@ def test_what_a_request_may_ask_for_is_no_fault(changes):
         ({"stop_token_ids": (100,)}, "token ids"),
         ({"allowed_token_ids": (3, 1 << 32)}, "token ids"),
         ({"logit_bias": {100: 1.0}}, "token ids"),
+        ({"forced_token_ids": (100,), "max_new_tokens": 1}, "token ids"),
+        ({"forced_token_ids": (3,), "max_new_tokens": 2}, "forced_token_ids"),
     ],
 )
 def test_what_none_may_ask_for_is_named(changes, named):
