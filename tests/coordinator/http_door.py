@@ -165,7 +165,12 @@ async def _defect(request: Request) -> Response:
 
 @contextlib.asynccontextmanager
 async def serving(
-    play: Play = play_plainly, *, token_file: Path | None = None, tls: TlsConfig | None = None
+    play: Play = play_plainly,
+    *,
+    token_file: Path | None = None,
+    tls: TlsConfig | None = None,
+    template: ChatTemplate | None = None,
+    cors: Sequence[str] = (),
 ) -> AsyncIterator[Door]:
     scheduler = ScriptedScheduler(play)
     servicer = GenerationServicer(
@@ -179,7 +184,9 @@ async def serving(
     routes = [Route("/more/hello", _hello), Route("/hello", _hello), Route("/defect", _defect)]
     app = create_app(
         servicer,
-        template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
+        template=template or ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
+        tokenizer_config={"bos_token": "<s>"},
+        cors=cors,
         is_serving=lambda: door.is_serving,
         extra_routes=routes,
         open_paths={"/more/"},

@@ -18,6 +18,7 @@ from tests.coordinator.http_door import (
 )
 
 from outrider.coordinator.api.http.chat_template import ChatTemplate
+from outrider.coordinator.api.http.fields import Fields
 from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, WholeChoice
 from outrider.coordinator.api.http.requests import read_chat, read_completion
 from outrider.coordinator.sessions.messages import (
@@ -287,10 +288,11 @@ def test_log_probabilities_are_not_left_to_the_end(kind: str) -> None:
     names: Any = {"model": "tiny", "created": 1, "tokenizer": Tokenizer()}
     if kind == "chat":
         content = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
-        asked = read_chat(content, model="tiny", tokenizer=TOKENIZER, template=ChatTemplate("x"))
+        asked = read_chat(Fields(content), model="tiny", tokenizer=TOKENIZER, template=ChatTemplate("x"))
         form = ChatFormat(asked, **names)
     else:
-        form = CompletionFormat(read_completion({"prompt": "x", "logprobs": 2}, model="tiny", tokenizer=None), **names)
+        asked = read_completion(Fields({"prompt": "x", "logprobs": 2}), model="tiny", tokenizer=None)
+        form = CompletionFormat(asked, **names)
     told = TokenLogprobs(token_logprobs=[-0.5], top_token_ids=[[A, B]], top_logprobs=[[-0.5, -1.0]])
     # Text may come without a token.
     no_token = delta(text="c", logprobs=TokenLogprobs(token_logprobs=[], top_token_ids=[], top_logprobs=[]))

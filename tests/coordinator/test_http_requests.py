@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.errors import UnknownModel
+from outrider.coordinator.api.http.fields import Fields
 from outrider.coordinator.api.http.parameters import Asked, renamed
 from outrider.coordinator.api.http.requests import read_chat, read_completion
 from outrider.coordinator.api.validation import RequestValidator
@@ -38,12 +39,12 @@ TOKENIZER = tokenizer_of_bytes()
 
 def completion(**fields: Any) -> Asked:
     content = json.loads(json.dumps({"prompt": "hi"} | fields))
-    return read_completion(content, model="tiny", tokenizer=TOKENIZER)
+    return read_completion(Fields(content), model="tiny", tokenizer=TOKENIZER)
 
 
 def chat(template: Any = TEMPLATE, **fields: Any) -> Asked:
     content = {"messages": [{"role": "user", "content": "hi"}]} | fields
-    return read_chat(content, model="tiny", tokenizer=TOKENIZER, template=template)
+    return read_chat(Fields(content), model="tiny", tokenizer=TOKENIZER, template=template)
 
 
 def wrong(read: Any, **fields: Any) -> dict[str, str]:
@@ -138,7 +139,7 @@ def test_wrong_kinds_are_named_all_at_once() -> None:
 def test_numbers_beyond_all_bounds_are_refused(number: float) -> None:
     content = {"prompt": "hi", "temperature": number}
     with pytest.raises(InvalidRequest, match="temperature"):
-        checked(read_completion(content, model="tiny", tokenizer=TOKENIZER))
+        checked(read_completion(Fields(content), model="tiny", tokenizer=TOKENIZER))
 
 
 def test_unknown_fields_are_refused_with_what_may_have_been_meant() -> None:
@@ -313,5 +314,5 @@ def test_whatever_a_field_holds_is_served_or_refused_by_name(field: str) -> None
 def read_anything(read: Any, field: str, value: Any) -> Asked:
     if read is chat:
         content = {"messages": [{"role": "user", "content": "hi"}]} | {field: value}
-        return read_chat(content, model="tiny", tokenizer=TOKENIZER, template=TEMPLATE)
-    return read_completion({"prompt": "hi"} | {field: value}, model="tiny", tokenizer=TOKENIZER)
+        return read_chat(Fields(content), model="tiny", tokenizer=TOKENIZER, template=TEMPLATE)
+    return read_completion(Fields({"prompt": "hi"} | {field: value}), model="tiny", tokenizer=TOKENIZER)

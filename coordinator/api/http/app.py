@@ -18,6 +18,7 @@ from outrider.coordinator.api.http import errors
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.errors import error_response, json_response
 from outrider.coordinator.api.http.openai import REQUEST_ID_HEADER, header_id, openai_routes
+from outrider.coordinator.api.http.openapi import describe_routes
 from outrider.coordinator.api.http.tokenizing import tokenizer_routes
 from outrider.coordinator.api.service import GenerationServicer
 from outrider.errors import OutriderError, Unauthenticated
@@ -60,6 +61,12 @@ def create_app(
         *tokenizer_routes(service.generations, template, tokenizer_config or {}),
         *extra_routes,
     ]
+    description = describe_routes(routes)
+
+    async def openapi(request: Request) -> Response:
+        return json_response(description)
+
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
     app = Starlette(
         routes=routes,
         exception_handlers={

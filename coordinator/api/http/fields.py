@@ -14,6 +14,7 @@ from outrider.errors import FieldViolation, InvalidRequest
 LARGE_BODY_BYTES = 64 << 10
 _MOST_NAMED = 8
 _MOST_UNREAD_BYTES = 256 << 20
+_TEXT = {"type": "string"}
 
 
 async def read_json_object(scope: Mapping[str, Any], receive: Any, *, most_bytes: int) -> tuple[dict[str, Any], int]:
@@ -61,6 +62,7 @@ class Fields:
 
     Attributes:
         violations: what was found wrong; those within share it.
+        known: JSON schema of every field that was asked for, by name.
     """
 
     def __init__(
@@ -68,16 +70,20 @@ class Fields:
     ) -> None:
         self._content = {name: value for name, value in content.items() if value is not None}
         self._path = path
-        self._read: set[str] = set()
+        self.known = dict[str, Mapping[str, Any]]()
         self.violations: list[FieldViolation] = [] if violations is None else violations
 
     def __contains__(self, name: str) -> bool:
         return name in self._content
 
-    def take(self, name: str) -> Any:
-        """A field as it is, or None."""
-        self._read.add(name)
+    def take(self, name: str, schema: Mapping[str, Any] | None = None) -> Any:
+        """A field as it is, or None; `schema` says what it has to be."""
+        self.known[name] = schema or self.known.get(name, {})
         return self._content.get(name)
+
+    def unread(self) -> dict[str, Any]:
+        """Return the fields that nobody has asked for."""
+        return {name: value for name, value in self._content.items() if name not in self.known}
 
     def wrong(self, name: str, description: str) -> None:
         """Notes a violation."""
@@ -85,7 +91,7 @@ class Fields:
 
     def number(self, name: str) -> float | None:
         """A number."""
-        value = self.take(name)
+        value = self.take(name, {"type": "number"})
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             self.wrong(name, f"{_shown(value)} given, a number needed")
             return None
@@ -97,7 +103,7 @@ class Fields:
 
     def whole(self, name: str, *, low: int, high: int) -> int | None:
         """A whole number within bounds; 3.0 is one."""
-        value = self.take(name)
+        value = self.take(name, {"type": "integer", "minimum": low, "maximum": high})
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is None:
@@ -112,14 +118,14 @@ class Fields:
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """true or false."""
-        value = self.take(name)
+        value = self.take(name, {"type": "boolean"})
         if not isinstance(value, bool | None):
             self.wrong(name, f"{_shown(value)} given, true or false needed")
         return value if isinstance(value, bool) else default
 
     def text(self, name: str) -> str | None:
         """A string of Unicode text."""
-        value = self.take(name)
+        value = self.take(name, _TEXT)
         if value is None or (isinstance(value, str) and self.is_text(name, value)):
             return value
         if not isinstance(value, str):
@@ -137,7 +143,7 @@ class Fields:
 
     def one_of(self, name: str, choices: Collection[str]) -> str | None:
         """One of a few words."""
-        value = self.take(name)
+        value = self.take(name, {"enum": list(choices)})
         if value is None or (isinstance(value, str) and value in choices):
             return value
         self.wrong(name, f"{_shown(value)} given, one of {', '.join(choices)} needed")
@@ -145,7 +151,7 @@ class Fields:
 
     def texts(self, name: str) -> list[str]:
         """A string, or a list of strings."""
-        value = self.take(name)
+        value = self.take(name, {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]})
         values = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         if not isinstance(value, str | list | None) or not all(isinstance(each, str) for each in values):
             self.wrong(name, "a string or a list of strings needed")
@@ -154,7 +160,7 @@ class Fields:
 
     def token_ids(self, name: str) -> list[int]:
         """A list of token ids; whether the vocabulary has them is seen later."""
-        value = self.take(name)
+        value = self.take(name, {"type": "array", "items": {"type": "integer", "minimum": 0}})
         if value is None or is_token_ids(value):
             return value or []
         self.wrong(name, "a list of token ids (whole numbers, 0 or more) needed")
@@ -162,7 +168,7 @@ class Fields:
 
     def within(self, name: str) -> "Fields | None":
         """The fields of an object within."""
-        value = self.take(name)
+        value = self.take(name, {"type": "object"})
         if value is None or isinstance(value, dict):
             return None if value is None else Fields(value, path=f"{self._path}{name}.", violations=self.violations)
         self.wrong(name, f"{_kind(value)} given, an object needed")
@@ -170,8 +176,7 @@ class Fields:
 
     def refuse_others(self, *, known: Iterable[str] = (), kind: str = "a field of this request") -> None:
         """Names the fields that nobody has read, with what may have been meant."""
-        names = [*self._read, *known]
-        unread = [name for name in self._content if name not in self._read]
+        names, unread = [*self.known, *known], list(self.unread())
         for name in (name[:100] for name in unread[:_MOST_NAMED]):
             meant = difflib.get_close_matches(name, names, n=1)
             self.wrong(name, f"not {kind}" + (f": did you mean {meant[0]}?" if meant else ": leave it out"))

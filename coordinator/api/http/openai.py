@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from outrider.coordinator.api.generations import LARGE_REQUEST_BYTES, Generation
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.disconnect import UntilDisconnect
 from outrider.coordinator.api.http.errors import error_body
-from outrider.coordinator.api.http.fields import read_json_object
+from outrider.coordinator.api.http.fields import Fields, read_json_object
 from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, Format, WholeChoice
 from outrider.coordinator.api.http.parameters import Asked
 from outrider.coordinator.api.http.prompt_events import Event, Stream, prompt_events
@@ -55,7 +55,7 @@ _EVENT_STREAM = [
 
 REQUEST_ID_HEADER = "x-request-id"
 
-ReadRequest = Callable[[Mapping[str, Any], str | None], Asked]
+ReadRequest = Callable[[Fields, str | None], Asked]
 
 
 def openai_routes(generations: Generations, template: ChatTemplate | NoChatTemplate) -> list[BaseRoute]:
@@ -66,17 +66,17 @@ def openai_routes(generations: Generations, template: ChatTemplate | NoChatTempl
         template: of chats.
     """
 
-    def completion(content: Mapping[str, Any], request_id: str | None) -> Asked:
+    def completion(fields: Fields, request_id: str | None) -> Asked:
         model, tokenizer = generations.model.name, generations.tokenizer
-        return read_completion(content, model=model, tokenizer=tokenizer, request_id=request_id)
+        return read_completion(fields, model=model, tokenizer=tokenizer, request_id=request_id)
 
-    def chat(content: Mapping[str, Any], request_id: str | None) -> Asked:
+    def chat(fields: Fields, request_id: str | None) -> Asked:
         model, tokenizer = generations.model.name, generations.tokenizer
-        return read_chat(content, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
+        return read_chat(fields, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
 
-    def response(content: Mapping[str, Any], request_id: str | None) -> Asked:
+    def response(fields: Fields, request_id: str | None) -> Asked:
         model, tokenizer = generations.model.name, generations.tokenizer
-        return read_response(content, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
+        return read_response(fields, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
 
     endpoints = {
         "/v1/completions": Endpoint(generations, completion, CompletionFormat),
@@ -140,10 +140,18 @@ class Endpoint:
         request_id = header_id(scope)
         try:
             if size < LARGE_REQUEST_BYTES:
-                return self._read(content, request_id)
-            return await asyncio.to_thread(self._read, content, request_id)
+                return self._read(Fields(content), request_id)
+            return await asyncio.to_thread(self._read, Fields(content), request_id)
         except RecursionError as error:
             raise InvalidRequest([FieldViolation("body", "nested too deeply")]) from error
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema of a request: the fields that are read, and those that an empty one lacks."""
+        fields = Fields({})
+        with contextlib.suppress(InvalidRequest):
+            self._read(fields, None)
+        missing = {violation.field for violation in fields.violations} & fields.known.keys()
+        return {"type": "object", "properties": fields.known, "required": sorted(missing)}
 
     def _format(self, asked: Asked) -> Format:
         model, tokenizer = self._generations.model.name, self._generations.tokenizer

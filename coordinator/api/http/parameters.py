@@ -236,9 +236,9 @@ def read_metrics(fields: Fields) -> str:
 def refuse_what_is_not_served(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], *, choices: int) -> None:
     """Names what would change the output and is not served; last of all, what nobody knows."""
     for name in IGNORED:
-        fields.take(name)
+        fields.take(name, {"description": "Ignored: it changes nothing here."})
     for name, allowed in neutral.items():
-        value = fields.take(name)
+        value = fields.take(name, {"enum": list(allowed), "description": "Nothing else is served."})
         if value is None or (name == "best_of" and value == choices):
             continue
         # True equals 1, which is not what was meant.

@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
@@ -29,15 +29,27 @@ from outrider.v1 import generation_pb2
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,64}")
 _ANY_COUNT = (1 << 32) - 1
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        _TOKEN_IDS_SCHEMA,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS_SCHEMA]}},
+    ]
+}
+_MESSAGES_SCHEMA = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
+}
 
 
 def read_completion(
-    content: Mapping[str, Any], *, model: str, tokenizer: TextTokenizer | None, request_id: str | None = None
+    fields: Fields, *, model: str, tokenizer: TextTokenizer | None, request_id: str | None = None
 ) -> Asked:
     """A request to /v1/completions.
 
     Args:
-        content: its JSON.
+        fields: its JSON.
         model: that is served.
         tokenizer: of it.
         request_id: of the request's headers.
@@ -45,7 +57,6 @@ def read_completion(
     Raises:
         InvalidRequest: names every field that is wrong in itself; what depends on the model is checked later.
     """
-    fields = Fields(content)
     check_model(fields, model)
     prompts = _prompts(fields)
     params, structured_names = read_sampling(fields)
@@ -95,7 +106,7 @@ def read_completion(
 
 
 def read_chat(
-    content: Mapping[str, Any],
+    fields: Fields,
     *,
     model: str,
     tokenizer: TextTokenizer | None,
@@ -104,7 +115,6 @@ def read_chat(
     prefix: str = "chatcmpl",
 ) -> Asked:
     """A request to /v1/chat/completions; as `read_completion`, and `prefix` is in front of the response's id."""
-    fields = Fields(content)
     check_model(fields, model)
     params, structured_names = read_sampling(fields)
     length_name = read_length(fields, params, "max_completion_tokens", "max_tokens")
@@ -203,7 +213,7 @@ def check_model(fields: Fields, served: str) -> None:
 
 
 def _prompts(fields: Fields) -> list[str | list[int]]:
-    given: Any = fields.take("prompt")
+    given: Any = fields.take("prompt", _PROMPT_SCHEMA)
     if isinstance(given, str) or (given and is_token_ids(given)):
         given = [given]
     if not isinstance(given, list) or not given:
@@ -233,7 +243,7 @@ def _text_of(prompt: str | list[int], tokenizer: TextTokenizer | None) -> str:
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    given = fields.take("messages")
+    given = fields.take("messages", _MESSAGES_SCHEMA)
     if not isinstance(given, list) or not given:
         fields.wrong("messages", "a list of at least one message needed")
         return []

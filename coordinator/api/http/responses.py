@@ -32,17 +32,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _TEXT_PARTS = {"input_text", "output_text", "text"}
 
 
-def read_response(content: Mapping[str, Any], **how: Any) -> Asked:
+def read_response(fields: Fields, **how: Any) -> Asked:
     """A request to /v1/responses.
 
     Args:
-        content: its JSON.
+        fields: its JSON.
         how: as of `read_chat`.
 
     Raises:
         InvalidRequest: names every field that is wrong, as it is called here.
     """
-    fields = Fields(content)
     chat: dict[str, Any] = {"messages": _messages(fields)}
     for name, allowed in _NEUTRAL.items():
         if (value := fields.take(name)) is not None and value not in allowed:
@@ -65,11 +64,10 @@ def read_response(content: Mapping[str, Any], **how: Any) -> Asked:
         reasoning.take("summary")
         reasoning.refuse_others(kind="a field of reasoning")
     fields.check()
-    own = {"input", "instructions", "tools", "tool_choice", "text", "reasoning", *_NEUTRAL}
-    chat |= {_NAMES.get(name, name): value for name, value in content.items() if name not in own}
+    chat |= {_NAMES.get(name, name): value for name, value in fields.unread().items()}
     chat |= {"n": 1, "return_token_ids": False}
     try:
-        asked = read_chat(chat, prefix="resp", **how)
+        asked = read_chat(Fields(chat), prefix="resp", **how)
     except InvalidRequest as error:
         raise InvalidRequest([_renamed(violation) for violation in error.violations]) from error
     names = {name: _renamed(FieldViolation(field, "")).field for name, field in asked.names[0].items()}
