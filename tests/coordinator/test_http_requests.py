@@ -11,6 +11,7 @@ from outrider.coordinator.api.http.errors import UnknownModel
 from outrider.coordinator.api.http.fields import Fields
 from outrider.coordinator.api.http.parameters import Asked, renamed
 from outrider.coordinator.api.http.requests import read_chat, read_completion
+from outrider.coordinator.api.http.responses import read_response
 from outrider.coordinator.api.validation import RequestValidator
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InvalidRequest
@@ -285,6 +286,10 @@ ODD = [
     [{"role": 1}], [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "text"}]}],
     [{"role": "\ud800", "content": "x"}], {"mood": "\ud800"}, {"mood": 3},
     [{"role": "assistant", "tool_calls": [1]}], [{"role": "user", "content": "\ud800"}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], [{"type": "function_call"}],
+    [{"role": "user", "content": [{"type": []}]}], [{"type": "function_call_output", "output": {}}], {"format": []},
+    [{"type": "function", "function": {"name": "f", "parameters": {"$ref": 3, "$defs": []}}}], {"format": {"type": []}},
+    {"type": "function", "function": {"name": []}}, [{"type": "function", "name": []}], {"name": []}, {"effort": 3},
 ]  # fmt: skip
 FIELDS = [
     "prompt", "messages", "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
@@ -293,15 +298,16 @@ FIELDS = [
     "ignore_eos", "echo", "stream", "stream_options", "response_format", "structured_outputs", "guided_json",
     "guided_choice", "guided_regex", "guided_whitespace_pattern", "speculation",
     "per_request_spec_decode_metrics", "request_id", "tools", "tool_choice", "chat_template_kwargs",
-    "reasoning_effort", "documents", "suffix", "user", "add_special_tokens", "return_token_ids", "modalities",
-    "nothing",
+    "input", "instructions", "text", "reasoning", "max_output_tokens", "truncation", "include", "previous_response_id",
+    "parallel_tool_calls", "reasoning_effort", "documents", "suffix", "user", "add_special_tokens", "return_token_ids",
+    "modalities", "nothing",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_whatever_a_field_holds_is_served_or_refused_by_name(field: str) -> None:
     for value in ODD:
-        for read in (completion, chat):
+        for read in (completion, chat, read_response):
             try:
                 asked = read_anything(read, field, value)
                 for request in asked.requests:
@@ -312,7 +318,13 @@ def test_whatever_a_field_holds_is_served_or_refused_by_name(field: str) -> None
 
 
 def read_anything(read: Any, field: str, value: Any) -> Asked:
+    names: Any = {"model": "tiny", "tokenizer": TOKENIZER, "template": TEMPLATE}
+    if read is read_response:
+        return read_response(Fields({"input": "hi"} | {field: value}), **names)
     if read is chat:
-        content = {"messages": [{"role": "user", "content": "hi"}]} | {field: value}
-        return read_chat(Fields(content), model="tiny", tokenizer=TOKENIZER, template=TEMPLATE)
+        tool = {"type": "function", "function": {"name": "f"}}
+        content = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]} | {field: value}
+        if field == "tools":
+            content["tool_choice"] = "required"
+        return read_chat(Fields(content), **names)
     return read_completion(Fields({"prompt": "hi"} | {field: value}), model="tiny", tokenizer=TOKENIZER)

@@ -4,11 +4,16 @@ import json
 from typing import Any
 
 import pytest
+from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
 from outrider.coordinator.api.http.fields import Fields
 from outrider.coordinator.api.http.tool_calls import Calling, CallParser, CallPiece, Tools, read_tools
 from outrider.errors import InvalidRequest
-from outrider.v1 import generation_pb2
+from outrider.grammar.matcher import SessionGrammar
+from outrider.grammar.request import grammar_of
+from outrider.v1 import common_pb2, generation_pb2
+
+TOKENIZER, END = tokenizer_of_bytes("<end>"), 256
 
 WEATHER: Any = {
     "type": "function",
@@ -143,19 +148,36 @@ def test_the_choice_says_how_calls_are_written() -> None:
     assert read(tool_choice="required", parallel_tool_calls=False)[1]["maxItems"] == 1
 
 
-def test_definitions_of_each_functions_schema_stay_its_own() -> None:
-    def tool(name: str, kind: str) -> Any:
-        parameters = {
-            "type": "object",
-            "properties": {"x": {"$ref": "#/$defs/X"}},
-            "$defs": {"X": {"type": kind}},
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+def test_references_of_each_functions_schema_stay_within_it(place: str) -> None:
+    pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+    kinds = {"f": {"enum": ["one"]}, "g": {"enum": [2]}}
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"x": {"$ref": f"#/{place}/X"}},
+                    "required": ["x"],
+                    place: {"X": kind},
+                },
+            },
         }
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, kind in kinds.items()
+    ]
+    _, schema = read(tools=tools, tool_choice="required")
+    for name, x, is_right in (("f", "one", True), ("g", 2, True), ("f", 2, False), ("g", "one", False)):
+        assert matches(schema, json.dumps([{"name": name, "parameters": {"x": x}}])) == is_right
 
-    _, schema = read(tools=[tool("f", "string"), tool("g", "integer")], tool_choice="required")
-    for call, kind in zip(schema["items"]["anyOf"], ("string", "integer"), strict=True):
-        reference = call["properties"]["parameters"]["properties"]["x"]["$ref"]
-        assert schema["$defs"][reference.removeprefix("#/$defs/")] == {"type": kind}
+
+def matches(schema: Any, text: str) -> bool:
+    """Follow the grammar of a schema token by token."""
+    outputs = common_pb2.StructuredOutputs(json=json.dumps(schema), whitespace_pattern=" ?")
+    assert TOKENIZER.grammars is not None
+    grammar = SessionGrammar(TOKENIZER.grammars.start(grammar_of(outputs), (END,), lambda: None), (END,))
+    return grammar.follow([*TOKENIZER.encode(text), END])
 
 
 @pytest.mark.parametrize(

@@ -129,13 +129,13 @@ async def test_calls_that_are_required_are_held_by_a_grammar() -> None:
         calls = choice.message.tool_calls
         # As OpenAI has it: what was named ends as any answer.
         assert (calls[0].function.arguments, choice.finish_reason) == ('{"city": "Bern"}', "stop")
-        bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
+        bad: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(
                 model="tiny",
                 messages=MESSAGES,
                 tools=[bad],
-                tool_choice="required",  # pyright: ignore[reportArgumentType]
+                tool_choice="required",
             )
         assert caught.value.param == "tools"
 

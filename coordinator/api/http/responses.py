@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
 }
-_TEXT_PARTS = {"input_text", "output_text", "text"}
+_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def read_response(fields: Fields, **how: Any) -> Asked:

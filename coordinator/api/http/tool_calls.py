@@ -127,26 +127,24 @@ def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_schema(functions: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
-    calls, shared = list[dict[str, Any]](), dict[str, Any]()
-    for name, tool in functions.items():
-        # Each schema's own definitions move to the root, where references look for them.
-        own = _with_references(_parameters(tool), f"#/$defs/{name}.")
-        shared |= {f"{name}.{key}": schema for key, schema in own.pop("$defs", {}).items()}
+    calls = list[dict[str, Any]]()
+    for number, (name, tool) in enumerate(functions.items()):
+        # References are from the root, which is another one here.
+        own = _with_references(_parameters(tool), f"#/items/anyOf/{number}/properties/parameters")
         properties = {"name": {"const": name}, "parameters": own}
         call = {"type": "object", "properties": properties, "required": ["name", "parameters"]}
         calls.append(call | {"additionalProperties": False})
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return schema | ({} if is_parallel else {"maxItems": 1}) | ({"$defs": shared} if shared else {})
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({} if is_parallel else {"maxItems": 1})
 
 
-def _with_references(schema: Any, prefix: str) -> Any:
+def _with_references(schema: Any, root: str) -> Any:
     if isinstance(schema, list):
-        return [_with_references(each, prefix) for each in schema]
+        return [_with_references(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _with_references(value, prefix) for key, value in schema.items()}
-    if isinstance(reference := found.get("$ref"), str):
-        found["$ref"] = reference.replace("#/$defs/", prefix, 1)
+    found = {key: _with_references(value, root) for key, value in schema.items()}
+    if isinstance(reference := found.get("$ref"), str) and reference.startswith("#"):
+        found["$ref"] = root + reference[1:]
     return found
 
 
