@@ -127,6 +127,40 @@ def test_bad_parameters_are_named(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_calls_that_are_required_are_made_with_and_without_drafts(client: openai.OpenAI, choice: Any) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Bern", "Oslo"]}, "days": {"enum": [1, 2]}},
+        "required": ["city", "days"],
+    }
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    messages: Any = [{"role": "user", "content": "How is the weather?"}]
+    options: Any = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "seed": 5, "max_tokens": 99}
+    told = [
+        client.chat.completions.create(
+            model="target", messages=messages, extra_body={"speculation": mode}, **options
+        ).choices[0].message.tool_calls or []
+        for mode in ("async", "off")
+    ]  # fmt: skip
+    functions: list[Any] = [[call.model_dump()["function"] for call in calls] for calls in told]
+    assert functions[0] == functions[1]
+    (function,) = functions[0]
+    assert function["name"] == "get_weather"
+    arguments = json.loads(function["arguments"])
+    assert arguments["city"] in {"Bern", "Oslo"}
+    assert arguments["days"] in {1, 2}
+
+
+def test_a_response_is_the_chat_of_the_same_text(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="target", messages=[{"role": "user", "content": PROMPT}], max_tokens=24, temperature=0
+    )
+    response = client.responses.create(model="target", input=PROMPT, max_output_tokens=24, temperature=0)
+    assert response.output_text == chat.choices[0].message.content
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
 def test_json_schema_by_the_official_client(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
