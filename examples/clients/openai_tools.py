@@ -33,6 +33,8 @@ chat = client.chat.completions.create(
     messages=[{"role": "user", "content": "How warm is it in Oslo?"}],
     tools=[WEATHER],
     tool_choice="required",
+    # A small model would make calls until it is cut off.
+    parallel_tool_calls=False,
     max_completion_tokens=64,
 )
 for call in chat.choices[0].message.tool_calls or []:
