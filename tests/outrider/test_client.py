@@ -51,7 +51,7 @@ def test_every_option_reaches_the_request() -> None:
         "temperature": 0.5, "top_p": 0.75, "top_k": -1, "min_p": 0.25, "repetition_penalty": 1.5,
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {3: 1.5}, "allowed_token_ids": [1, 2],
         "seed": 2**64 - 1, "max_new_tokens": 9, "min_new_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [5],
-        "ignore_eos": True, "n": 1, "logprobs": 0,
+        "ignore_eos": True, "n": 1, "logprobs": 0, "forced_token_ids": [4, 4],
     }  # fmt: skip
     speculation: dict[str, Any] = {"max_nodes": 3, "max_depth": 2, "threshold_single": 0.25, "threshold_acc": 0.5}
     speculation["synthetic_rates"] = [0.5, 0.25]

@@ -42,6 +42,7 @@ def test_sampling_survives_the_wire():
         threshold_single=0.5,
         threshold_acc=0.25,
         synthetic_rates=(0.5, 0.25),
+        forced_token_ids=(7, 7, 0),
     )
     assert SamplingSpec.from_proto(spec.to_proto()) == spec
     assert SamplingSpec.from_proto(SamplingSpec().to_proto()) == SamplingSpec()
