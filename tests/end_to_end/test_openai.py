@@ -103,7 +103,11 @@ def test_scores_of_prompts_are_the_models(
         assert best == pytest.approx(rows.max(-1).values.tolist(), abs=1e-3)
         assert len(choice.logprobs.token_logprobs) == len(prompt) + 1
         if len(prompt) > 1:
-            scored = grpc_client.generate(prompt[:1], forced_token_ids=prompt[1:], logprobs=0).choices[0]
+            result = grpc_client.generate(prompt[:1], forced_token_ids=prompt[1:], logprobs=0)
+            scored = result.choices[0]
+            # Several tokens a round, and none of them by a draft.
+            assert result.speculation.verify_steps < len(prompt) / 8
+            assert (result.speculation.drafted_tokens, result.speculation.accepted_tokens) == (0, 0)
             assert list(scored.token_ids) == prompt[1:]
             assert scored.logprobs is not None
             assert list(scored.logprobs.token_logprobs) == pytest.approx(expected, abs=1e-3)

@@ -89,6 +89,9 @@ def test_a_scored_session_that_is_preempted_begins_again_where_it_was(
     driver.run()
     check_scores(scored, reference_model)
     assert loop.preemptions and len(older.tokens) == 60
+    # What is left of it fits into one round.
+    again = next(place for place, result in enumerate(scored.results) if result.lost)
+    assert len(scored.results[again:]) == 2
 
 
 @pytest.mark.parametrize(
