@@ -64,7 +64,9 @@ class CoordinatorServer:
         self._is_stopping = False
         self._started_ns = time.monotonic_ns()
         self._incarnation = secrets.randbits(63)
-        model = read_model_info(config.model_folder, max_model_len=config.max_model_len)
+        model = read_model_info(
+            config.model_folder, max_model_len=config.max_model_len, name=next(iter(config.served_model_name), None)
+        )
         self.scheduler = Scheduler(config)
         self.registry = RegistryServicer(self.scheduler, config=config, model=model, incarnation=self._incarnation)
         if peers is None and config.peers:
@@ -75,6 +77,7 @@ class CoordinatorServer:
             self.scheduler,
             model=model,
             tokenizer=tokenizer,
+            other_names=config.served_model_name[1:],
             limits=RequestLimits(
                 default_max_new_tokens=config.default_max_new_tokens,
                 max_nodes=config.max_nodes,
@@ -246,17 +249,22 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     peers: Resolve | None = None,
+    tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None] | None = None,
 ) -> None:
     """Runs a coordinator until `stop` is set.
 
     Args:
+        config: of the coordinator.
         ready: called with host:port once it serves.
         stop: default never.
         peers: see `CoordinatorServer`.
+        tell: given the function that says how the server is, before `ready`.
     """
     allow_many_files()
     server = CoordinatorServer(config, peers=peers)
     await server.start()
+    if tell is not None:
+        tell(server.info)
     collector.begin_serving()
     if ready is not None:
         ready(server.address)

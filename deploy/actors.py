@@ -4,34 +4,26 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import grpc.aio
 import ray
 import ray.util
 
-from outrider import rpc
 from outrider.awake import cores_awake
 from outrider.deploy.telemetry import Telemetry
-from outrider.security.roles import Role
-from outrider.security.tls import TlsConfig
+from outrider.start_progress import LatestStage
 from outrider.tracing import exporting
-from outrider.v1 import generation_pb2, generation_pb2_grpc
+from outrider.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
 
-SERVER_INFO_TIMEOUT_S = 5.0
 _DEFAULT = Telemetry()
 
 
-class Serve(Protocol):
-    """Serves one role until `stop` is set; calls `ready` with host:port once it listens."""
-
-    async def __call__(self, *, host: str, ready: Callable[[str], None], stop: asyncio.Event) -> None:
-        """Runs the server."""
-        ...
+Serve = Callable[..., Awaitable[None]]
+"""Serves one role on `host` until `stop` is set; calls `ready` with host:port once it listens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +36,7 @@ class RoleReport:
         node_id: Ray's, of its machine.
         address: host:port of its server; None while it loads.
         failure: why its server ended by itself; None while it has not.
+        stage: what it does before it serves, or did last; None where it has said nothing.
     """
 
     pid: int
@@ -51,6 +44,7 @@ class RoleReport:
     node_id: str
     address: str | None
     failure: str | None
+    stage: str | None = None
 
 
 class RoleActor:
@@ -70,6 +64,7 @@ class RoleActor:
         keep_cores_awake: int = 0,
     ) -> None:
         telemetry.start_log(name)
+        self._stage = LatestStage()
         self._otlp_endpoint = telemetry.otlp_endpoint
         self._cores, self._settle = keep_cores_awake, lambda: None
         self._role = name.rpartition("/")[2].rpartition("-")[0]
@@ -89,6 +84,7 @@ class RoleActor:
             node_id=self._node_id,
             address=self._address,
             failure=self._failure,
+            stage=self._stage.text,
         )
 
     async def stop(self) -> None:
@@ -99,7 +95,7 @@ class RoleActor:
     async def _run(self) -> None:
         try:
             with exporting(self._role, self._otlp_endpoint), cores_awake(self._cores) as self._settle:
-                await self._serve(host=self._host, ready=self._ready, stop=self._stop)
+                await self._serve(host=self._host, ready=self._ready, stop=self._stop, **self._options())
         except Exception as error:
             logger.exception("the server ended")  # and whoever watches this actor is told, and decides
             self._failure = f"{type(error).__name__}: {error}"
@@ -108,44 +104,26 @@ class RoleActor:
                 self._failure = "the server ended by itself"
         self._address = None
 
+    def _options(self) -> dict[str, Any]:
+        """Further arguments of `serve`."""
+        return {}
+
     def _ready(self, address: str) -> None:
         self._address = address
         self._settle()
 
 
 class CoordinatorActor(RoleActor):
-    """A role that can also say what goes on there, wherever its caller is.
+    """A role that can also say what goes on there, wherever its caller is and whatever its doors ask for."""
 
-    Args:
-        info_address: host:port where it takes workers in, and answers whoever has a certificate of its own.
-        tls: its certificate; None without TLS.
-        options: of every role.
-    """
-
-    def __init__(
-        self,
-        serve: Serve,
-        *,
-        name: str,
-        host: str | None,
-        info_address: str,
-        tls: TlsConfig | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(serve, name=name, host=host, **options)
-        self._info_address = info_address
-        self._tls = tls
+    _info: Callable[[], generation_pb2.ServerInfo] | None = None
 
     async def server_info(self) -> bytes | None:
-        """A serialised `ServerInfo`; None while it does not listen or does not answer."""
-        if self._address is None:
-            return None
-        peer = Role.COORDINATOR if self._tls is not None else None
-        async with rpc.open_channel(self._info_address, tls=self._tls, peer=peer) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            try:
-                info = await stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=SERVER_INFO_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                logger.warning("the coordinator did not answer: %s", error.details())
-                return None
-        return info.SerializeToString()
+        """A serialised `ServerInfo`; None while it does not serve."""
+        return None if self._info is None or self._address is None else self._info().SerializeToString()
+
+    def _options(self) -> dict[str, Any]:
+        return {"tell": self._take_info}
+
+    def _take_info(self, info: Callable[[], generation_pb2.ServerInfo]) -> None:
+        self._info = info

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -19,6 +20,8 @@ from outrider.errors import WorkerUnavailable
 logger = logging.getLogger(__name__)
 
 KEEP_INTERVAL_S = 1.0
+# While it starts, when each line is waited for.
+_START_INTERVAL_S = 0.2
 CONTROLLER = "controller"
 # Beyond what the roles get to stop, the coordinators first, then the workers.
 _STOP_SLACK_S = 5.0
@@ -31,6 +34,10 @@ class Deployment:
         config: of the deployment.
         roles: what the actors run.
         detach: leave it running when this process ends; one of this name that runs already is taken for it.
+        tell: hears what happens to it, a line at a time.
+
+    Attributes:
+        hurry_s: gives the time that each role gets when it stops, where that is not the configuration's.
 
     Raises (from `start`):
         WorkerUnavailable: a role failed, took longer than `start_timeout_s`, or (unless `detach`) a deployment of this
@@ -38,10 +45,19 @@ class Deployment:
         ConnectionError: no Ray cluster at `address`.
     """
 
-    def __init__(self, config: DeployConfig, *, roles: Roles | None = None, detach: bool = False) -> None:
+    def __init__(
+        self,
+        config: DeployConfig,
+        *,
+        roles: Roles | None = None,
+        detach: bool = False,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._config = config
         self._roles = roles or Roles()
         self._detach = detach
+        self._tell = tell
+        self.hurry_s: Callable[[], float | None] = lambda: None
         self._owns_ray = False
         self._controller: Any = None
         self._keeping: asyncio.Task[None] | None = None
@@ -49,6 +65,8 @@ class Deployment:
         """host:port of every coordinator."""
         self.shared_endpoints: list[str] = []
         """host:port at which all coordinators of a machine listen together."""
+        self.http_endpoints: list[str] = []
+        """host:port of their HTTP doors."""
         self.was_running = False
         """Whether `start` found it instead of bringing it up."""
 
@@ -72,7 +90,8 @@ class Deployment:
     async def start(self) -> list[str]:
         """Returns the coordinators' addresses once every worker serves through each."""
         try:
-            self._owns_ray = connect(self._config)
+            # In threads, as all that may take Ray long: this process has to hear when it is told to stop.
+            self._owns_ray = await asyncio.to_thread(connect, self._config)
             if self._owns_ray and self._config.address == "local":
                 remember_local(self._config.name, ray.get_runtime_context().gcs_address)
             await self._find_or_create()
@@ -91,6 +110,7 @@ class Deployment:
             await self.stop()
             raise WorkerUnavailable(started.failure + hint)
         self.endpoints, self.shared_endpoints = started.endpoints, started.shared_endpoints
+        self.http_endpoints = started.http_endpoints
         if self._detach:
             await self._release()
         return self.endpoints
@@ -113,10 +133,10 @@ class Deployment:
         await self._release()
         controller, self._controller = self._controller, None
         if controller is not None and not self.was_running and not (self._detach and self.endpoints):
-            await end(controller, timeout_s=2 * self._config.stop_timeout_s + _STOP_SLACK_S)
+            await end(controller, role_timeout_s=self.hurry_s(), config=self._config)
         if self._owns_ray:
             forget_local(self._config.name)
-            ray.shutdown()
+            await asyncio.to_thread(ray.shutdown)
             self._owns_ray = False
 
     async def _release(self) -> None:
@@ -126,18 +146,18 @@ class Deployment:
             self._keeping = None
 
     async def _find_or_create(self) -> None:
-        if self._find():
+        if await self._find():
             return
         try:
             self._create()
         except ValueError:
-            # Another `up` of this name was quicker.
-            if not self._find():
+            # Another `serve` of this name was quicker.
+            if not await self._find():
                 raise
 
-    def _find(self) -> bool:
+    async def _find(self) -> bool:
         """Whether a deployment of this name runs, which is then taken for this one."""
-        if (found := self._running()) is None:
+        if (found := await asyncio.to_thread(self._running)) is None:
             return False
         if not self._detach:
             raise WorkerUnavailable(
@@ -170,22 +190,34 @@ class Deployment:
         self._controller = placed.remote(self._config, self._roles, home=home, owned=not self._detach)
 
     async def _keep(self) -> None:
-        """Renews the deployment's lease until it has ended."""
+        """Renews the deployment's lease until it has ended, and tells what happens to it."""
+        seen = 0
         while True:
             try:
-                await self._controller.keep.remote()
+                seen, events = await self._controller.keep.remote(seen)
+                for event in events:
+                    self._tell(event)
             except ray.exceptions.RayError as error:
                 if isinstance(error, ray.exceptions.ActorDiedError) and self._running() is None:
                     return
-                logger.warning("the controller is gone (%s); Ray starts it anew", type(error).__name__)
-            await asyncio.sleep(KEEP_INTERVAL_S)
+                self._tell(f"the controller is gone ({type(error).__name__}); the roles serve on, Ray starts it anew")
+                seen = 0
+            await asyncio.sleep(KEEP_INTERVAL_S if self.endpoints else _START_INTERVAL_S)
 
 
-async def end(controller: Any, *, timeout_s: float) -> None:
-    """Ends a deployment by its controller, and the controller."""
+async def end(controller: Any, *, role_timeout_s: float | None, config: DeployConfig) -> None:
+    """Ends a deployment by its controller, and the controller.
+
+    Args:
+        controller: its handle.
+        role_timeout_s: that each role gets; default what the configuration says, and then a little more.
+        config: of the deployment.
+    """
+    roles_s = 2 * config.stop_timeout_s + _STOP_SLACK_S if role_timeout_s is None else 2 * role_timeout_s
     try:
-        async with asyncio.timeout(timeout_s):
-            await controller.down.remote()
+        async with asyncio.timeout(roles_s):
+            await controller.down.remote(role_timeout_s)
     except (ray.exceptions.RayError, TimeoutError) as error:
-        logger.warning("the controller did not end everything: %s", type(error).__name__)
+        if role_timeout_s is None:
+            logger.warning("the controller did not end everything: %s", type(error).__name__)
     ray.kill(controller, no_restart=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -34,8 +34,10 @@ class DeployConfig:
         address: "local" starts a Ray of its own; "auto" joins the cluster of this machine; "host:port" or
             "ray://host:port" joins the cluster there.
         name: of the deployment; its actors are called NAME/controller, NAME/coordinator-0, NAME/target-0, NAME/draft-0.
-        target_model: checkpoint folder, on every node that may hold a target; default the embedded target.
-        draft_model: checkpoint folder, on every node that may hold a draft; default the embedded draft.
+        target_model: the model that is served: a name on the Hugging Face Hub, a checkpoint folder, or a .gguf file;
+            default the embedded pair. With `bind` node a folder at the same path on every machine.
+        draft_model: the model that drafts, of the target's tokenizer: named likewise. Default the embedded draft beside
+            the embedded target; beside any other, n-grams draft.
         targets: number of target workers.
         drafts: number of draft workers at the start; 0 decodes without speculation.
         min_drafts: fewest draft workers that the deployment scales itself to; with `max_drafts`.
@@ -44,12 +46,21 @@ class DeployConfig:
         coordinators: number of coordinators; clients and workers know them by one list of addresses.
         port: of a coordinator; the second on the same machine takes the next one, and so on. 0 takes ones that are
             free when the deployment starts. A coordinator keeps its port over restarts.
-        http_port: of a coordinator's HTTP door (OpenAI's API), numbered as `port` is; 0 takes a free one, which the
-            coordinator's log names. Default: no such door.
+        http_port: of a coordinator's HTTP door (OpenAI's API), numbered as `port` is; 0 takes a free one. Default 8000,
+            and a free one where `port` is 0.
         shared_port: at which all coordinators of a machine listen together, beside their own ports: clients need one
             address, and the kernel spreads their connections. It may be `port`, whose next ones they then have for
             themselves. Default: none.
         shared_http_port: likewise, of the HTTP doors; with http_port.
+        http_cors: origin whose web pages may send requests to the HTTP door (CORS), or * for every one; may be given
+            several times.
+        served_model_name: that clients know the model by, for each time it is given; the first is what answers say.
+            Default the name on the Hub, the folder's or the file's.
+        tokenizer_path: folder with tokenizer.json, where it is not the model's.
+        chat_template: Jinja file that makes text of a conversation, where it is not the model's own.
+        default_max_new_tokens: output limit of a request that names none.
+        max_running_sessions: choices that a coordinator lets run at a time; default as many as the targets take.
+        max_queue: how many wait beyond these; default what the coordinator works out.
         live_page: serve a page at /live of that door that shows token trees growing and being verified, with their
             text (docs/live-page.md).
         vllm_grpc: serve vLLM's gRPC engine service beside the own one, for routers that drive vLLM so.
@@ -73,6 +84,9 @@ class DeployConfig:
         max_num_seqs: sessions at a time, of each worker.
         quantization: fp8 rounds the targets' layers to 8 bits while they are loaded; by default they are not touched.
         kv_cache_memory_fraction: of the GPU memory that is free once a worker's weights are loaded, what its KV takes.
+        target_kv_bytes: memory of each target's KV. Default: where workers share a GPU, the budget that the plan names;
+            otherwise kv_cache_memory_fraction, on a CPU 1 GiB.
+        draft_kv_bytes: likewise, of each draft's.
         kv_cache_dtype: of the targets' KV: auto is the model's, fp8_e4m3 takes a byte a number (on a GPU).
         enable_prefix_caching: targets keep the KV of tokens that no session holds any more, for those that begin alike.
         max_prefill_tokens: most rows of a target's step that only prefills; default 128 on a CPU, 4096 on a GPU.
@@ -80,7 +94,7 @@ class DeployConfig:
         enforce_eager: targets run one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its target's step.
         source: by what draft workers grow trees: model, ngram (of what prompts and outputs said before; they take no
-            GPU), or model+ngram.
+            GPU), or model+ngram. Default model where there is one, else ngram.
         ngram_capacity: most nodes of each draft worker's trie of n-grams.
         ngram_max_trie_depth: tokens of an n-gram.
         ngram_min_breadth: most continuations of a node below the longest suffix that was seen before.
@@ -104,7 +118,7 @@ class DeployConfig:
         ping_interval_s: time between two looks at an actor's health.
         hang_timeout_s: silence of a serving actor after which it is killed and started anew.
         node_timeout_s: silence of a machine after which what ran there is started on others; Ray takes some 15 s.
-        owner_timeout_s: silence of the `up` process after which a deployment that is not detached ends.
+        owner_timeout_s: silence of the `serve` process after which a deployment that is not detached ends.
         stop_timeout_s: time that a role gets to finish its requests when the deployment stops.
         object_store_bytes: of a local Ray; the data path does not use it.
         standby: on every machine with workers a process that has imported what they need forks them, which saves each
@@ -124,8 +138,8 @@ class DeployConfig:
 
     address: str = "local"
     name: str = "outrider"
-    target_model: Path | None = None
-    draft_model: Path | None = None
+    target_model: str | None = field(default=None, metadata={"argument": "MODEL"})
+    draft_model: str | None = field(default=None, metadata={"option": "--draft"})
     targets: int = 1
     drafts: int = 1
     min_drafts: int = 0
@@ -136,6 +150,13 @@ class DeployConfig:
     http_port: int | None = None
     shared_port: int | None = None
     shared_http_port: int | None = None
+    http_cors: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = ()
+    tokenizer_path: Path | None = None
+    chat_template: Path | None = None
+    default_max_new_tokens: int = 128
+    max_running_sessions: int | None = None
+    max_queue: int | None = None
     live_page: bool = False
     vllm_grpc: bool = False
     metrics_port: int | None = None
@@ -154,13 +175,15 @@ class DeployConfig:
     max_num_seqs: int = 64
     quantization: Quantization | None = None
     kv_cache_memory_fraction: float = 0.9
+    target_kv_bytes: int | None = None
+    draft_kv_bytes: int | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
     enable_prefix_caching: bool = True
     max_prefill_tokens: int | None = None
     prefill_slowdown: float = 0.3
     enforce_eager: bool = False
     deterministic: bool = False
-    source: DraftSource = "model"
+    source: DraftSource | None = None
     ngram_capacity: int = 10_000_000
     ngram_max_trie_depth: int = 18
     ngram_min_breadth: int = 1
@@ -191,6 +214,19 @@ class DeployConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
     otlp_endpoint: str | None = None
+
+    @property
+    def first_http_port(self) -> int:
+        """Where the first coordinator's HTTP door is; 0 for a free port."""
+        if self.http_port is not None:
+            return self.http_port
+        return _HTTP_PORT if self.port else 0
+
+    @property
+    def draft_source(self) -> DraftSource:
+        """`source` with its default filled in."""
+        has_model = self.draft_model is not None or self.target_model is None
+        return self.source or ("model" if has_model else "ngram")
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -225,14 +261,12 @@ class DeployConfig:
     def _check_shared_http_port(self) -> None:
         if (shared := self.shared_http_port) is None:
             return
-        if self.http_port is None:
-            raise ValueError(f"shared_http_port: {shared} given, with http_port needed")
         # Their own ports leave `shared_port` out, and those for HTTP are as far from the first one as these are.
         doors = 1 if self.certs is None else 2
         skipped = None if self.shared_port is None else self.shared_port - self.port
-        if shared - self.http_port in {*range(self.coordinators * doors)} - {skipped}:
+        if shared - self.first_http_port in {*range(self.coordinators * doors)} - {skipped}:
             raise ValueError(
-                f"shared_http_port: {shared} given, which one of them has as its http_port: another needed"
+                f"shared_http_port: {shared} given, which one of them has as its own http_port: another needed"
             )
 
     def _check_ports(self) -> None:
@@ -247,8 +281,6 @@ class DeployConfig:
             if (port := getattr(self, name)) is not None and not 1 <= port <= 65535:
                 raise ValueError(f"{name}: {port} given, 1 to 65535 needed")
         self._check_shared_http_port()
-        if self.live_page and self.http_port is None:
-            raise ValueError("live_page: it is part of the HTTP door, so http_port is needed, too (8000, say)")
 
     def _check_workers(self) -> None:
         # On whatever device they will be: that a worker finds out when it starts.
@@ -262,7 +294,7 @@ class DeployConfig:
             kv_cache_dtype=self.kv_cache_dtype,
         )
         # Files of texts are on the nodes, not here.
-        DraftWorkerConfig(**{name: getattr(self, name) for name in DRAFT_FIELDS if name != "ngram_corpus"})
+        DraftWorkerConfig(**{name: getattr(self, name) for name in NGRAM_FIELDS if name != "ngram_corpus"})
         TargetWorkerConfig(
             device="cuda",
             kv_cache_dtype=self.kv_cache_dtype,
@@ -271,8 +303,12 @@ class DeployConfig:
         )
         if self.keep_cores_awake < 0:
             raise ValueError(f"keep_cores_awake: {self.keep_cores_awake} given, 0 or more needed")
-        if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
-            raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
+        for name in ("max_prefill_tokens", "target_kv_bytes", "draft_kv_bytes", "default_max_new_tokens",
+                     "max_running_sessions"):  # fmt: skip
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        if self.max_queue is not None and self.max_queue < 0:
+            raise ValueError(f"max_queue: {self.max_queue} given, 0 or more needed")
         if not 0 <= self.prefill_slowdown < math.inf:
             raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
 
@@ -313,6 +349,7 @@ class DeployConfig:
             )
 
 
+_HTTP_PORT = 8000
 _DURATIONS = (
     "start_timeout_s",
     "ping_interval_s",
@@ -323,8 +360,7 @@ _DURATIONS = (
 )
 
 
-DRAFT_FIELDS = (
-    "source",
+NGRAM_FIELDS = (
     "ngram_capacity",
     "ngram_max_trie_depth",
     "ngram_min_breadth",
@@ -334,23 +370,6 @@ DRAFT_FIELDS = (
     "ngram_corpus",
 )
 """What draft workers take over as it is."""
-
-
-def asked_draft_gpus(config: DeployConfig) -> float | None:
-    """GPUs per draft worker that the configuration settles: n-grams need none."""
-    return 0.0 if config.draft_gpus is None and config.source == "ngram" else config.draft_gpus
-
-
-def most_drafts(config: DeployConfig) -> int:
-    """Draft workers that there may be at a time: what GPUs and cores are shared out for."""
-    return config.drafts if config.max_drafts is None else config.max_drafts
-
-
-def asked_target_gpus(config: DeployConfig) -> float | None:
-    """GPUs per target worker that the configuration settles; None where what the cluster has is shared."""
-    if config.target_gpus is None and config.tensor_parallel_size > 1:
-        return float(config.tensor_parallel_size)
-    return config.target_gpus
 
 
 def amounts(resources: Sequence[str]) -> dict[str, float]:
@@ -369,25 +388,3 @@ def amounts(resources: Sequence[str]) -> dict[str, float]:
         if not name or not 0 < found[name] < math.inf:
             raise ValueError(f"{entry!r} given, NAME=AMOUNT with an amount above 0 needed")
     return found
-
-
-def target_threads(config: DeployConfig, cores: int) -> int:
-    """CPU threads of a target worker on a machine with so many cores.
-
-    What was configured, else an even part of what the drafts leave; with roles on many machines, all cores but one.
-    """
-    if config.target_threads is not None:
-        return config.target_threads
-    if config.bind is Bind.NODE:
-        return max(1, cores - 1)
-    return max(1, (cores - most_drafts(config) * config.draft_threads) // config.targets)
-
-
-def shared_gpus(available: float, workers: int) -> float:
-    """GPUs per worker when `workers` of them share `available`: a whole one where it suffices, else an even part.
-
-    A part is rounded down so that as many as needed fit on one GPU: 2 GPUs for 3 workers give half a GPU each.
-    """
-    if workers == 0 or available < 1:
-        return 0.0
-    return 1.0 / math.ceil(workers / int(available))

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from outrider.deploy.config import DRAFT_FIELDS, DeployConfig
+from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 
 # Section -> key -> field; the section "" is the top of the file. A key that is only given here is a field of its name.
 SECTIONS: dict[str, dict[str, str]] = {
@@ -25,6 +25,18 @@ SECTIONS: dict[str, dict[str, str]] = {
         "http_port": "http_port",
         "shared_port": "shared_port",
         "shared_http_port": "shared_http_port",
+        **{
+            name: name
+            for name in (
+                "http_cors",
+                "served_model_name",
+                "tokenizer_path",
+                "chat_template",
+                "default_max_new_tokens",
+                "max_running_sessions",
+                "max_queue",
+            )
+        },
         "live_page": "live_page",
         "vllm_grpc": "vllm_grpc",
         "resources": "coordinator_resources",
@@ -40,6 +52,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "resources": "target_resources",
         "threads": "target_threads",
         "tensor_parallel_size": "tensor_parallel_size",
+        "kv_bytes": "target_kv_bytes",
         "quantization": "quantization",
         "kv_cache_dtype": "kv_cache_dtype",
         "enable_prefix_caching": "enable_prefix_caching",
@@ -58,7 +71,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "resources": "draft_resources",
         "threads": "draft_threads",
         "beside_target": "drafts_beside_target",
-        **{name: name for name in DRAFT_FIELDS},
+        "kv_bytes": "draft_kv_bytes",
+        **{name: name for name in ("source", *NGRAM_FIELDS)},
     },
     "security": {key: key for key in ("certs", "token_file", "insecure")},
     "autoscale": {
@@ -162,10 +176,10 @@ def _read(field: str, value: object, key: str) -> Any:
     (kind,) = kinds
     if value is None and NoneType in get_args(hint):
         return None
-    if get_origin(kind) is tuple and get_args(kind)[0] is Path:
+    if field in _LISTS:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise ValueError(f"{key}: {value!r} given, a list of paths needed")
-        return tuple(Path(each) for each in value)
+            raise ValueError(f"{key}: {value!r} given, a list of texts needed")
+        return tuple(get_args(kind)[0](each) for each in value)
     if get_origin(kind) is tuple:
         return tuple(_resource(key, name, amount) for name, amount in _mapping(key, value).items())
     choices = [member.value for member in kind] if _is_enum(kind) else get_args(kind)
@@ -205,6 +219,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_LISTS = ("ngram_corpus", "http_cors", "served_model_name")
 _UNIONS = (typing.Union, type(int | None))
 _HINTS = get_type_hints(DeployConfig)
 _SPOKEN = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}

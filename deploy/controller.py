@@ -69,7 +69,12 @@ class Controller:
         """Waits until every worker serves, or until it is clear that one cannot."""
         await asyncio.wait({self._up})
         failure = "it was ended before it served" if self._up.cancelled() else self._failure
-        return Started(endpoints=self._crew.endpoints, shared_endpoints=self._crew.shared_endpoints, failure=failure)
+        return Started(
+            endpoints=self._crew.endpoints,
+            shared_endpoints=self._crew.shared_endpoints,
+            http_endpoints=self._crew.http_endpoints,
+            failure=failure,
+        )
 
     async def pid(self) -> int:
         """Of its process, new after every restart."""
@@ -92,6 +97,7 @@ class Controller:
             "uptime_s": time.monotonic() - self._started_s,
             "endpoints": self._crew.endpoints,
             "shared_endpoints": self._crew.shared_endpoints,
+            "http_endpoints": self._crew.http_endpoints,
             "wanted": {str(role): count for role, count in self._staff.wanted.items()},
             "workers": [worker_status(handle, served) for handle in self._crew],
             "autoscaler": self._demand.status(),
@@ -100,9 +106,14 @@ class Controller:
 
     # ---------------------------------------------------------------------------------------------------- what it does
 
-    async def keep(self) -> None:
-        """Called every second by a process that the deployment belongs to."""
+    async def keep(self, seen: int) -> tuple[int, list[str]]:
+        """Called every second by a process that the deployment belongs to, which has seen the first `seen` events.
+
+        Returns:
+            How many it has seen then, and those that are new to it.
+        """
         self._kept_s = time.monotonic()
+        return self._crew.events.since(seen)
 
     async def scale(self, counts: Mapping[str, int]) -> None:
         """So many of each role from now on; returns when those too many have gone, those new may still load.
@@ -192,8 +203,12 @@ class Controller:
         """Checkpoint folder that targets start with, where a reload has changed it."""
         return self._staff.target_model and str(self._staff.target_model)
 
-    async def down(self) -> None:
-        """Lets the coordinators drain, then the workers, and forgets the deployment; kill this actor then."""
+    async def down(self, timeout_s: float | None = None) -> None:
+        """Lets the coordinators drain, then the workers, and forgets the deployment; kill this actor then.
+
+        Args:
+            timeout_s: that the coordinators get, and then the workers; default `stop_timeout_s`.
+        """
         self._state = _STOPPING
         self._crew.is_ending = True
         others = {self._up, *self._tasks} - {asyncio.current_task()}
@@ -202,7 +217,7 @@ class Controller:
         await asyncio.gather(*others, return_exceptions=True)
         # In this order: requests that run go on at their workers until their coordinator has drained.
         for roles in ({Role.COORDINATOR}, {Role.TARGET, Role.DRAFT}):
-            endings = (self._staff.end(handle) for handle in self._crew if handle.role in roles)
+            endings = (self._staff.end(handle, timeout_s=timeout_s) for handle in self._crew if handle.role in roles)
             for error in await asyncio.gather(*endings, return_exceptions=True):
                 if error is not None:
                     logger.error("not everything could be ended: %s", error)

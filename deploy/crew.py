@@ -21,9 +21,10 @@ from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
 from outrider.deploy.coordinator_list import CoordinatorList, TargetModel
+from outrider.deploy.events import Events
 from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import KeptPlaces, Node
-from outrider.deploy.roles import Roles, WorkerSetting, tls_of
+from outrider.deploy.roles import Roles, WorkerSetting
 from outrider.deploy.telemetry import Telemetry
 from outrider.errors import WorkerUnavailable
 from outrider.ports import check_free, free_port
@@ -57,6 +58,8 @@ class Crew:
         # Small servers in place of the roles import nothing that would be worth it.
         asked = config.bind is Bind.LOOPBACK if config.standby is None else config.standby
         self._forks = asked and roles.target is Roles.target
+        self.events = Events()
+        """What happens to the actors, for whoever has started them."""
         self._numbers = dict.fromkeys(Role, 0)
         self._handles: dict[str, RoleHandle] = {}
         self._places: dict[str, KeptPlaces] = {}
@@ -90,6 +93,14 @@ class Crew:
         return list(dict.fromkeys(f"{endpoint.rpartition(':')[0]}:{port}" for endpoint in self.endpoints))
 
     @property
+    def http_endpoints(self) -> list[str]:
+        """host:port of every HTTP door, or of those that all coordinators of a machine share."""
+        doors = [own.http_endpoint for own in self.of(Role.COORDINATOR) if own.http_endpoint is not None]
+        if (port := self._config.shared_http_port) is None:
+            return doors
+        return list(dict.fromkeys(f"{door.rpartition(':')[0]}:{port}" for door in doors))
+
+    @property
     def worker_endpoints(self) -> list[str]:
         """host:port of every coordinator, as workers know it: one that drains needs them until it has ended."""
         coordinators = (own for own in self._handles.values() if own.role is Role.COORDINATOR)
@@ -107,7 +118,7 @@ class Crew:
         """
         if self.is_ending:
             raise WorkerUnavailable(f"the deployment {self._config.name} ends")
-        handle = RoleHandle(name=f"{role}-{self._numbers[role]}", role=role, model=model)
+        handle = RoleHandle(name=f"{role}-{self._numbers[role]}", role=role, model=model, tell=self.events.add)
         self._numbers[role] += 1
         await self._start(handle)
         self._handles[handle.name] = handle
@@ -190,7 +201,7 @@ class Crew:
                 self._places[name] = KeptPlaces(group=group, takers=takers)
         for member in state["members"]:
             model = member["model"] and Path(member["model"])
-            handle = RoleHandle(**member | {"role": Role(member["role"]), "model": model})
+            handle = RoleHandle(**member | {"role": Role(member["role"]), "model": model}, tell=self.events.add)
             try:
                 handle.actor = ray.get_actor(self._full(handle.name), namespace=NAMESPACE)
                 handle.is_homeless = False
@@ -233,7 +244,7 @@ class Crew:
         node = min(fitting, key=lambda node: (taken.count(node.node_id), node.node_id != self._home_id, node.node_id))
         host = LOOPBACK if config.bind is Bind.LOOPBACK else node.address
         if config.shared_port is not None and host == LOOPBACK and not others:
-            self._check_shared_port(host, config.shared_port)
+            _check_shared_port(host, config.shared_port)
         # With TLS workers come in by a door of their own, one port further.
         doors = 1 if config.certs is None else 2
         known = int(handle.endpoint.rpartition(":")[2]) if handle.endpoint else config.port
@@ -246,7 +257,10 @@ class Crew:
         handle.placed_on = node.node_id
         # A coordinator that Ray moved by itself would come back where nobody looks for it.
         needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
-        config = _with_http_port(config, port=port, number=int(handle.name.rpartition("-")[2]))
+        http_port = _http_port(config, port=port, number=int(handle.name.rpartition("-")[2]))
+        known = int(handle.http_endpoint.rpartition(":")[2]) if handle.http_endpoint else http_port
+        handle.http_endpoint = f"{host}:{known or free_port('')}"
+        config = dataclasses.replace(config, http_port=int(handle.http_endpoint.rpartition(":")[2]))
         peers = CoordinatorList(self._controller)
         serve = functools.partial(self._roles.coordinator, config, port=port, worker_port=port + doors - 1, peers=peers)
         handle.actor = await self._create(
@@ -255,17 +269,7 @@ class Crew:
             serve,
             host=host,
             needs=needs,
-            info_address=handle.worker_endpoint,
-            tls=tls_of(config, Role.COORDINATOR),
         )
-
-    @staticmethod
-    def _check_shared_port(host: str, port: int) -> None:
-        """Another deployment of the same user could share it in silence."""
-        try:
-            check_free(f"{host}:{port}")
-        except OSError as error:
-            raise WorkerUnavailable(f"shared_port: {host}:{port} is taken: choose another one") from error
 
     async def _start_worker(self, handle: RoleHandle) -> None:
         config, role, gpus = self._config, handle.role, self._gpus[handle.role]
@@ -392,6 +396,7 @@ _KEPT = (
     "role",
     "endpoint",
     "worker_endpoint",
+    "http_endpoint",
     "placed_on",
     "node_id",
     "pid",
@@ -401,9 +406,17 @@ _KEPT = (
 )
 
 
-def _with_http_port(config: DeployConfig, *, port: int, number: int) -> DeployConfig:
-    """The configuration for one coordinator, whose HTTP door is as far from the first one's as its gRPC door is."""
-    if not config.http_port:
-        return config
+def _http_port(config: DeployConfig, *, port: int, number: int) -> int:
+    """One coordinator's HTTP port, which is as far from the first one's as its gRPC port is; 0 for a free one."""
+    if not config.first_http_port:
+        return 0
     offset = port - config.port if config.port else number
-    return dataclasses.replace(config, http_port=config.http_port + offset)
+    return config.first_http_port + offset
+
+
+def _check_shared_port(host: str, port: int) -> None:
+    """Another deployment of the same user could share it in silence."""
+    try:
+        check_free(f"{host}:{port}")
+    except OSError as error:
+        raise WorkerUnavailable(f"shared_port: {host}:{port} is taken: choose another one") from error

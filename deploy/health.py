@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from outrider.security.roles import Role
 logger = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 30.0
+_MEANWHILE = {
+    Role.COORDINATOR: "Its streams end, and clients resume them by their request ids.",
+    Role.TARGET: "Its requests go on at another target, or wait for it.",
+    Role.DRAFT: "Decoding goes on, only slower.",
+}
 
 
 @dataclass(kw_only=True)
@@ -29,6 +35,7 @@ class RoleHandle:
         actor: Ray's handle.
         endpoint: host:port where a coordinator serves clients, which it keeps; None of a worker.
         worker_endpoint: host:port where it takes workers in: another one with TLS, which asks who they are.
+        http_endpoint: host:port of its HTTP door, which it keeps.
         placed_on: node id that a coordinator is bound to, and a worker was meant for.
         model: checkpoint folder of a worker where it is not the configured one.
         report: its latest one; None before the first, and while it is being restarted.
@@ -38,6 +45,8 @@ class RoleHandle:
         restarts: how often its process was started anew, by Ray or by the deployment.
         is_homeless: it has no actor: that has gone for good, and no machine has had what a new one needs yet.
         is_draining: it finishes what it does, and is not to come back.
+        lost_s: when it was lost, by `time.monotonic`; None while it serves, and before it first does.
+        tell: hears what happens to it.
     """
 
     name: str
@@ -45,6 +54,7 @@ class RoleHandle:
     actor: Any = None
     endpoint: str | None = None
     worker_endpoint: str | None = None
+    http_endpoint: str | None = None
     placed_on: str | None = None
     model: Path | None = None
     report: RoleReport | None = None
@@ -54,15 +64,31 @@ class RoleHandle:
     restarts: int = 0
     is_homeless: bool = False
     is_draining: bool = False
+    lost_s: float | None = None
+    tell: Callable[[str], None] = lambda text: None
+
+    def lose(self, reason: str) -> None:
+        """It does not serve any more, and is started anew."""
+        self.report, self.failure = None, reason
+        if self.lost_s is None:
+            self.lost_s = time.monotonic()
+        self.tell(f"{self.name} is lost: {reason}. {_MEANWHILE[self.role]} Starting it anew")
 
     def note(self, report: RoleReport) -> None:
         """Takes a report; another pid than before is a restart."""
         if self.pid is not None and report.pid != self.pid:
             self.restarts += 1
             logger.warning("%s runs again, pid %d", self.name, report.pid)
-        self.report, self.pid, self.node_id = report, report.pid, report.node_id
-        if report.address is not None:
-            self.failure = None
+        before, self.report = self.report, report
+        self.pid, self.node_id = report.pid, report.node_id
+        if report.address is None:
+            if report.stage is not None and (before is None or before.stage != report.stage):
+                self.tell(f"{self.name}: {report.stage}")
+            return
+        self.failure = None
+        if self.lost_s is not None:
+            self.tell(f"{self.name} serves again, after {time.monotonic() - self.lost_s:.1f} s")
+            self.lost_s = None
 
 
 def patience_s(report: RoleReport | None, config: DeployConfig) -> float:
@@ -89,9 +115,9 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
             if actor is handle.actor:
                 _restart(handle, f"silent for {patience:g} s")
         except ray.exceptions.RayError as error:
-            if actor is handle.actor:
-                logger.warning("%s is gone (%s); Ray starts it anew", handle.name, type(error).__name__)
-                handle.report, handle.failure = None, f"its process is gone ({type(error).__name__})"
+            # Until it answers again, each look finds the same.
+            if actor is handle.actor and (handle.report is not None or handle.failure is None):
+                handle.lose(f"its process {handle.pid} is gone ({type(error).__name__})")
         else:
             if actor is not handle.actor:
                 continue  # it was moved meanwhile
@@ -109,7 +135,5 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
 
 
 def _restart(handle: RoleHandle, reason: str) -> None:
-    logger.warning("starting %s anew: %s", handle.name, reason)
-    handle.failure = reason
-    handle.report = None
+    handle.lose(reason)
     ray.kill(handle.actor, no_restart=False)

@@ -10,7 +10,8 @@ import ray
 import ray.util
 from ray.util.placement_group import PlacementGroup
 
-from outrider.deploy.config import DeployConfig, amounts, asked_draft_gpus, asked_target_gpus, most_drafts, shared_gpus
+from outrider.deploy.config import DeployConfig, amounts
+from outrider.deploy.resources import worker_gpus as shared_worker_gpus
 from outrider.errors import WorkerUnavailable
 
 PROBE_TIMEOUT_S = 1.0
@@ -90,16 +91,8 @@ def selector(*, among: Collection[str] | None, avoided: Collection[str]) -> dict
 
 
 def worker_gpus(config: DeployConfig) -> tuple[float, float]:
-    """GPUs per target and per draft worker: as configured, else what the cluster has, shared evenly."""
-    available = ray.cluster_resources().get("GPU", 0.0)
-    sharing, asked, asked_draft = 0, asked_target_gpus(config), asked_draft_gpus(config)
-    for named, count in ((asked, config.targets), (asked_draft, most_drafts(config))):
-        if named is None:
-            sharing += count
-        else:
-            available -= named * count
-    even = shared_gpus(max(available, 0.0), sharing)
-    return even if asked is None else asked, even if asked_draft is None else asked_draft
+    """GPUs per target and per draft worker on this cluster."""
+    return shared_worker_gpus(config, ray.cluster_resources().get("GPU", 0.0))
 
 
 @dataclass(kw_only=True)

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.addresses import Resolve
-from outrider.deploy.config import DRAFT_FIELDS, DeployConfig, target_threads
+from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
+from outrider.deploy.resources import target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
+from outrider.start_progress import report_stage
 from outrider.target_worker.config import TargetWorkerConfig
+from outrider.v1 import generation_pb2
 
 # Ports of targets' metrics before those of drafts' begin.
 _DRAFTS_METRICS = 100
+_IMPORTING = "importing PyTorch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,10 @@ class WorkerSetting:
 
 
 class ServeCoordinator(Protocol):
-    """Serves a coordinator on `host`, clients on `port`, workers on `worker_port`, until `stop`; `peers` lists all."""
+    """Serves a coordinator on `host`, clients on `port`, workers on `worker_port`, until `stop`; `peers` lists all.
+
+    `tell` is given a function that says how it is, once it serves.
+    """
 
     async def __call__(
         self,
@@ -58,6 +65,7 @@ class ServeCoordinator(Protocol):
         host: str,
         ready: Callable[[str], None],
         stop: asyncio.Event,
+        tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
     ) -> None:
         """Runs the server."""
         ...
@@ -88,6 +96,7 @@ async def serve_coordinator(
     host: str,
     ready: Callable[[str], None],
     stop: asyncio.Event,
+    tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
 ) -> None:
     """The coordinator of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
@@ -98,11 +107,19 @@ async def serve_coordinator(
         host=host,
         port=port,
         worker_port=worker_port if config.certs is not None else None,
-        model_path=config.target_model,
+        model_path=None if config.target_model is None else Path(config.target_model),
+        tokenizer_path=config.tokenizer_path,
+        served_model_name=config.served_model_name,
+        chat_template=config.chat_template,
+        default_max_new_tokens=config.default_max_new_tokens,
+        max_running_sessions=config.max_running_sessions or config.targets * config.max_num_seqs,
+        max_queue=config.max_queue,
+        drain_s=config.stop_timeout_s,
         drafts_per_session=config.drafts_per_session,
         target_wait_s=config.target_wait_s,
         allow_synthetic=config.allow_synthetic,
-        http_port=config.http_port,
+        http_port=config.first_http_port,
+        http_cors=config.http_cors,
         shared_port=config.shared_port,
         shared_http_port=config.shared_http_port,
         live_page=config.live_page,
@@ -110,7 +127,7 @@ async def serve_coordinator(
         token_file=config.token_file,
         **security(config, Role.COORDINATOR),
     )
-    await server.serve(role, ready=ready, stop=stop, peers=peers)
+    await server.serve(role, ready=ready, stop=stop, peers=peers, tell=tell)
 
 
 async def serve_target(
@@ -122,6 +139,7 @@ async def serve_target(
     stop: asyncio.Event,
 ) -> None:
     """A target worker of `config`."""
+    report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
 
@@ -141,6 +159,7 @@ async def serve_draft(
     stop: asyncio.Event,
 ) -> None:
     """A draft worker of `config`."""
+    report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
     from outrider.draft_worker import server
 
@@ -165,6 +184,7 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
         max_prefill_tokens=config.max_prefill_tokens,
         prefill_slowdown=config.prefill_slowdown,
         kv_cache_memory_fraction=config.kv_cache_memory_fraction,
+        kv_bytes=config.target_kv_bytes,
         kv_cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=config.enable_prefix_caching,
         enforce_eager=config.enforce_eager,
@@ -178,8 +198,10 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
 
 def draft_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> DraftWorkerConfig:
     """A draft worker's own configuration."""
+    source = config.draft_source
     return DraftWorkerConfig(
-        model_path=setting.model or config.draft_model,
+        # N-grams are of the target's tokens.
+        model_path=setting.model or config.draft_model or (config.target_model if source == "ngram" else None),
         name=setting.name,
         host=host,
         port=config.draft_port,
@@ -189,7 +211,9 @@ def draft_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> 
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         kv_cache_memory_fraction=config.kv_cache_memory_fraction,
-        **{name: getattr(config, name) for name in DRAFT_FIELDS},
+        kv_bytes=config.draft_kv_bytes,
+        source=source,
+        **{name: getattr(config, name) for name in NGRAM_FIELDS},
         metrics_port=_metrics_port(config, setting, first=_DRAFTS_METRICS),
         metrics_host=host,
         **security(config, Role.DRAFT),

@@ -20,6 +20,7 @@ from outrider.security.roles import Role
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.1
+_END_SLACK_S = 2.0
 FIELDS = {Role.COORDINATOR: "coordinators", Role.TARGET: "targets", Role.DRAFT: "drafts"}
 """The field of the configuration that counts each role."""
 
@@ -136,11 +137,13 @@ class Staff:
             await self.end(old)
         return new
 
-    async def end(self, handle: RoleHandle) -> None:
-        """Lets one finish what it does, and ends it."""
+    async def end(self, handle: RoleHandle, *, timeout_s: float | None = None) -> None:
+        """Lets one finish what it does, and ends it, by default within a little more than `stop_timeout_s`."""
+        if timeout_s is None:
+            timeout_s = self._config.stop_timeout_s + _END_SLACK_S
         if (watching := self._watches.pop(handle.name, None)) is not None:
             watching.cancel()
-        await self._crew.end(handle, timeout_s=self._config.stop_timeout_s)
+        await self._crew.end(handle, timeout_s=timeout_s)
         self._save()
 
     async def listening(self, handle: RoleHandle) -> None:

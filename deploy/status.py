@@ -22,11 +22,13 @@ class Started:
     Attributes:
         endpoints: host:port of the coordinators.
         shared_endpoints: host:port at which all coordinators of a machine listen together, one a machine.
+        http_endpoints: host:port of their HTTP doors.
         failure: why it did not come up; None where it did.
     """
 
     endpoints: list[str]
     shared_endpoints: list[str]
+    http_endpoints: list[str]
     failure: str | None
 
 

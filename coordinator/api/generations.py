@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider import tracing
 from outrider.coordinator.api.access import Caller
@@ -94,6 +94,7 @@ class Generations:
         tokenizer: None where the model has none.
         limits: bounds and defaults of requests.
         peers: the other coordinators, where a request may run that is asked for here; None: there are none.
+        other_names: by which HTTP requests may ask for the model as well.
 
     Attributes:
         model: as given, like the next two.
@@ -109,16 +110,22 @@ class Generations:
         tokenizer: TextTokenizer | None,
         limits: RequestLimits,
         peers: Peers | None = None,
+        other_names: Sequence[str] = (),
     ) -> None:
         self._scheduler, self._peers = scheduler, peers or Peers(incarnation=0)
         self._validator = RequestValidator(model, tokenizer, limits)
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
+        self.other_names = tuple(other_names)
         self._structured_checks = ThreadPoolExecutor(1, thread_name_prefix="structured")
         # By what is asked for, requests that wait for it: an HTTP request of many prompts asks the same for each.
         self._structured_waiting = Counter[bytes]()
         self.live: dict[tuple[str, str], LiveGeneration] = {}
         self.on_refusal: Callable[[OutriderError], None] = lambda error: None
         """Hears of every request that ends before it has begun."""
+
+    def with_own_name(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return a request's JSON with another name of the model replaced by its own."""
+        return content | {"model": self.model.name} if content.get("model") in self.other_names else content
 
     def check_room(self) -> None:
         """Look for room for one more request; a door that prepares much asks before.

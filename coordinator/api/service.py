@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -55,10 +55,13 @@ class GenerationServicer:
         server_info: Callable[[], generation_pb2.ServerInfo],
         access: Access | None = None,
         peers: Peers | None = None,
+        other_names: Sequence[str] = (),
     ) -> None:
         self._server_info = server_info
         self.access = access or Access()
-        self.generations = Generations(scheduler, model=model, tokenizer=tokenizer, limits=limits, peers=peers)
+        self.generations = Generations(
+            scheduler, model=model, tokenizer=tokenizer, limits=limits, peers=peers, other_names=other_names
+        )
         self._live = self.generations.live
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -23,6 +23,8 @@ class CoordinatorConfig:
         port: to listen on; 0 takes a free one.
         model_path: checkpoint folder of the target, for its tokenizer and limits; default the embedded target.
         tokenizer_path: folder with tokenizer.json, where it is not the model's.
+        served_model_name: that clients know the model by; default the folder's name. May be given several times: the
+            first is what answers say, each is taken.
         max_model_len: most tokens of a session (prompt and output); default the model's own limit.
         default_max_new_tokens: output limit of a request that names none.
         max_running_sessions: choices that are generated at a time; further requests wait.
@@ -89,6 +91,7 @@ class CoordinatorConfig:
     port: int = 50051
     model_path: Path | None = field(default=None, metadata={"option": "--model"})
     tokenizer_path: Path | None = None
+    served_model_name: tuple[str, ...] = ()
     max_model_len: int | None = None
     default_max_new_tokens: int = 128
     max_running_sessions: int = 64

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outrider.checkpoint_json import read_json_object
+from outrider.checkpoint_json import check_family, read_json_object
 from outrider.errors import CheckpointError
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.tokenizer_hash import tokenizer_hash
@@ -119,12 +119,15 @@ class TextTokenizer:
         return text.removeprefix(_PROBE).encode("utf-8")
 
 
-def read_model_info(folder: str | Path, *, max_model_len: int | None = None) -> common_pb2.ModelInfo:
+def read_model_info(
+    folder: str | Path, *, max_model_len: int | None = None, name: str | None = None
+) -> common_pb2.ModelInfo:
     """What a checkpoint's json files say of the model; dtype stays empty, it is the target worker's choice.
 
     Args:
         folder: of a Hugging Face checkpoint.
         max_model_len: most tokens of a session; default the model's own limit.
+        name: that clients know the model by; default the folder's.
 
     Raises:
         CheckpointError: config.json is missing, broken or lacks a needed entry, or the model is shorter than
@@ -137,6 +140,7 @@ def read_model_info(folder: str | Path, *, max_model_len: int | None = None) -> 
     try:
         vocab_size, longest = int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError) as error:
+        check_family(config, folder)
         raise CheckpointError(f"{folder}/config.json: vocab_size and max_position_embeddings are needed") from error
     if max_model_len is not None and max_model_len > longest:
         raise CheckpointError(f"{folder}: max_model_len {max_model_len} given, the model ends at {longest}")
@@ -144,7 +148,7 @@ def read_model_info(folder: str | Path, *, max_model_len: int | None = None) -> 
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return common_pb2.ModelInfo(
-        name=folder.resolve().name,
+        name=name or folder.resolve().name,
         vocab_size=vocab_size,
         tokenizer_hash=tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else "",
         max_model_len=max_model_len or longest,

@@ -1,10 +1,27 @@
-"""Reading the JSON files of a checkpoint folder (torch-free)."""
+"""Reading the JSON files of a checkpoint folder, and which folders are served (torch-free)."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import CheckpointError
+
+SERVED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+
+# Keys of config.json by which architectures that are not served show what they have.
+_FOREIGN_PARTS = {
+    "kv_lora_rank": "multi-head latent attention",
+    "n_routed_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "linear_num_value_heads": "linear attention",
+    "vision_config": "pictures beside text: a checkpoint of its text model alone may be served",
+    "is_encoder_decoder": "an encoder",
+}
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
@@ -22,3 +39,38 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return document
+
+
+def read_served_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a checkpoint that can be served, as far as its text tells.
+
+    Raises:
+        CheckpointError: the folder is not such a checkpoint, with what to change.
+    """
+    document = read_json_object(folder / "config.json")
+    if document is None:
+        raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
+    if "auto_map" in document:
+        raise CheckpointError(f"{folder}: its config.json asks for code of its own (auto_map); remove auto_map if the "
+                              f"architecture is one of {', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder}: no *.safetensors; other weight files can run code and are not read: "
+                              "load the model with transformers and save_pretrained it again")  # fmt: skip
+    check_family(document, folder)
+    if document.get("use_bidirectional_attention"):
+        raise CheckpointError(f"{folder}: bidirectional attention is not served: it is no causal language model")
+    return document
+
+
+def check_family(document: Mapping[str, Any], place: object) -> None:
+    """Check that the model type of a config.json is served.
+
+    Raises:
+        CheckpointError: it is not, with its name.
+    """
+    if document.get("model_type") in SERVED_MODEL_TYPES:
+        return
+    parts = dict.fromkeys(what for key, what in _FOREIGN_PARTS.items() if document.get(key))
+    has = f" (it has {', '.join(parts)})" if parts else ""
+    raise CheckpointError(f"{place}: model type {document.get('model_type')!r} is not served{has}; these are: "
+                          f"{', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip

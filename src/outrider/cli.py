@@ -79,7 +79,7 @@ def build_app() -> typer.Typer:
     from outrider.coordinator.loadtest.command import loadtest_command
     from outrider.coordinator.sessions.config import CoordinatorConfig
     from outrider.deploy import cluster_commands, reload_command
-    from outrider.deploy.commands import demo, up
+    from outrider.deploy.serve_command import serve
     from outrider.doctor import doctor
     from outrider.draft_worker.config import DraftWorkerConfig
     from outrider.health_command import health
@@ -94,8 +94,7 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_common_options)
-    app.command("up")(up)
-    app.command("demo")(demo)
+    app.command("serve")(serve)
     app.command("generate")(commands.generate_command(local_endpoint))
     app.command("loadtest")(loadtest_command(local_endpoint))
     app.command("status")(cluster_commands.status)

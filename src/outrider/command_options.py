@@ -37,7 +37,7 @@ def config_command(
         config_type: a dataclass whose every field has a default; it checks its values and raises ValueError.
         run: called as `run(config, **values of more)`; its docstring is the command's help.
         more: options that are not fields, as keyword-only parameters annotated for typer.
-        read_file: fields that a file sets; the command then takes a FILE, and options that are given go before it.
+        read_file: fields that a file sets; the command then takes --config, and options that are given go before it.
         as_in_file: an error of a field that the file has set, in the file's own words.
     """
     hints, texts = get_type_hints(config_type), attribute_help(config_type)
@@ -45,9 +45,10 @@ def config_command(
     parameters = [*(_parameter(field, hints[field.name], texts) for field in fields), *more]
 
     if read_file is not None:
-        parameters = [_CONTEXT, _FILE, *parameters]
+        parameters = [_CONTEXT, *parameters, _FILE]
 
-    def command(*, ctx: typer.Context | None = None, file: Path | None = None, **values: Any) -> None:
+    def command(*, ctx: typer.Context | None = None, config_file: Path | None = None, **values: Any) -> None:
+        file = config_file
         others = {parameter.name: values.pop(parameter.name) for parameter in more}
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         from_file: dict[str, Any] = {}
@@ -86,20 +87,26 @@ def attribute_help(config_type: type) -> dict[str, str]:
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, texts: dict[str, str]) -> inspect.Parameter:
     default = list(field.default) if isinstance(field.default, tuple) else field.default
-    # Some are called otherwise than the field.
+    # Some are called otherwise than the field, or are no option.
     names = (field.metadata["option"],) if "option" in field.metadata else ()
-    annotation = Annotated[_option_type(hint), typer.Option(*names, help=texts[field.name])]
+    if (argument := field.metadata.get("argument")) is not None:
+        spelling = typer.Argument(metavar=f"[{argument}]", help=texts[field.name])
+    else:
+        spelling = typer.Option(*names, help=texts[field.name])
+    annotation = Annotated[_option_type(hint), spelling]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 _CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 _FILE = inspect.Parameter(
-    "file",
+    "config_file",
     inspect.Parameter.KEYWORD_ONLY,
     default=None,
     annotation=Annotated[
         typing.Optional[Path],  # noqa: UP045 a type at run time
-        typer.Argument(exists=True, dir_okay=False, help="What to run, in YAML; options go before what it says."),
+        typer.Option(
+            "--config", exists=True, dir_okay=False, help="What to run, in YAML; options go before what it says."
+        ),
     ],
 )
 

@@ -31,6 +31,7 @@ from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
+from outrider.start_progress import report_stage
 from outrider.target_worker.rounds.admission import Admission, chunks
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
@@ -102,6 +103,7 @@ class RoundLoop:
     ) -> None:
         self._runner, self._config = runner, config
         self._program = program or RoundProgram.of_runner(runner, config)
+        report_stage("warming up (compiles the first time)")
         self._program.warm_up()
         self._inbox = Inbox(self._program.memory, rows=config.max_sessions)
         self._rounds = Rounds(self._program.memory, self._inbox)

@@ -50,6 +50,7 @@ from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
 from outrider.kernels.verification.report import RoundTime, mark_time, report_round, round_words
 from outrider.kernels.verification.token_logprobs import Logprobs, rank_logits, report_logprobs
 from outrider.kernels.verification.walk import WalkRules, Walks, coin_rates, walk
+from outrider.start_progress import report_stage
 from outrider.target_worker.rounds import host_part
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
@@ -412,11 +413,13 @@ class RoundProgram:
             self._forget_rounds()
             return
         began = time.perf_counter()
+        report_stage("compiling kernels")
         self._compile()
         compiled = time.perf_counter()
         self.captured_ns += [0.0] * len(self.buckets)
         stream = torch.cuda.Stream(self.device)
-        for bucket in reversed(range(len(self.buckets))):
+        for done, bucket in enumerate(reversed(range(len(self.buckets)))):
+            report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
             self._capture(bucket, stream)
         self._forget_rounds()
         captured = time.perf_counter()

@@ -149,13 +149,17 @@ async def _version(request: Request) -> Response:
 
 
 def model_routes(service: GenerationServicer) -> list[BaseRoute]:
-    """/v1/models: the one that is served."""
+    """/v1/models: the one that is served, by each of its names."""
     created = int(time.time())
 
-    def card() -> dict[str, Any]:
+    def cards() -> dict[str, dict[str, Any]]:
+        generations = service.generations
+        return {name: card(name) for name in (generations.model.name, *generations.other_names)}
+
+    def card(name: str) -> dict[str, Any]:
         model = service.generations.model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": created,
             "owned_by": "outrider",
@@ -165,13 +169,13 @@ def model_routes(service: GenerationServicer) -> list[BaseRoute]:
         }
 
     async def listing(request: Request) -> Response:
-        return json_response({"object": "list", "data": [card()]})
+        return json_response({"object": "list", "data": [*cards().values()]})
 
     async def one(request: Request) -> Response:
-        known = card()
-        if request.path_params["model"] != known["id"]:
-            raise errors.UnknownModel(request.path_params["model"], known["id"])
-        return json_response(known)
+        known, name = cards(), request.path_params["model"]
+        if name not in known:
+            raise errors.UnknownModel(name, next(iter(known)))
+        return json_response(known[name])
 
     return [
         Route("/v1/models", listing, methods=["GET"]),

@@ -137,7 +137,7 @@ class Endpoint:
 
     async def _asked(self, scope: Any, receive: Any) -> Asked:
         content, size = await read_json_object(scope, receive, most_bytes=self._most_bytes)
-        request_id = header_id(scope)
+        content, request_id = self._generations.with_own_name(content), header_id(scope)
         try:
             if size < LARGE_REQUEST_BYTES:
                 return self._read(Fields(content), request_id)

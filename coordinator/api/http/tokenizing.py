@@ -38,7 +38,7 @@ def tokenizer_routes(
 
     async def read(request: Request) -> Fields:
         content, _ = await read_json_object(request.scope, request.receive, most_bytes=_MOST_BYTES)
-        fields = Fields(content)
+        fields = Fields(generations.with_own_name(content))
         check_model(fields, generations.model.name)
         return fields
 

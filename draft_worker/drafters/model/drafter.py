@@ -37,6 +37,7 @@ from outrider.kernels.pool.records import Records
 from outrider.kernels.sampling.rows import SampledRows
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
+from outrider.start_progress import report_stage
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class ModelDrafter:
 
     def warm_up(self) -> None:
         """Compile and capture what steps need; called before any session is opened."""
+        report_stage("warming up (compiles the first time)")
         expansions.warm_up()
         acceptance_calibration.warm_up()
         if self._program.captures:

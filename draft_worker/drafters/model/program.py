@@ -45,6 +45,7 @@ from outrider.kernels.pool.rings import publish_early, publish_report, take_reco
 from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP, Selection, select
 from outrider.kernels.sampling.processors import NodeProcessors, count_tokens, process_logits
 from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
+from outrider.start_progress import report_stage
 
 logger = logging.getLogger(__name__)
 
@@ -378,9 +379,11 @@ class GrowthProgram:
     def warm_up(self) -> None:
         """Compile what steps run, capture their graphs and time them; called before any session is opened."""
         began = time.perf_counter()
+        report_stage("compiling kernels")
         self._compile()
         compiled = time.perf_counter()
-        for bucket in reversed(range(len(self.buckets))):
+        for done, bucket in enumerate(reversed(range(len(self.buckets)))):
+            report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
             self._capture(bucket)
         self._forget_rounds()
         captured = time.perf_counter()

@@ -12,13 +12,14 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from outrider.checkpoint_json import read_json_object
+from outrider.checkpoint_json import SERVED_MODEL_TYPES, read_json_object, read_served_config
 from outrider.engine.attention import ATTENTION_NAME, register_attention
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_spec import SERVED_FAMILIES
 from outrider.engine.quantization import check_quantization, dequantise_layers
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
+from outrider.start_progress import report_stage
 from outrider.tokenizer_hash import tokenizer_hash
 
 if TYPE_CHECKING:
@@ -26,21 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SERVED_MODEL_TYPES = tuple(SERVED_FAMILIES)
-
-# Keys of config.json by which architectures that are not served show what they have.
-_FOREIGN_PARTS = {
-    "kv_lora_rank": "multi-head latent attention",
-    "n_routed_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "num_experts": "a mixture of experts",
-    "state_size": "state-space layers",
-    "ssm_state_size": "state-space layers",
-    "mamba_d_state": "state-space layers",
-    "linear_num_value_heads": "linear attention",
-    "vision_config": "pictures beside text: a checkpoint of its text model alone may be served",
-    "is_encoder_decoder": "an encoder",
-}
+assert SERVED_FAMILIES.keys() == set(SERVED_MODEL_TYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +66,7 @@ def load_checkpoint(config: EngineConfig) -> tuple["PreTrainedModel", ModelCard]
     model_config, card = read_checkpoint(config)
     source = SafetensorsSource(folder)
     source.check({})  # names the file that is missing or corrupt, which transformers does not
+    report_stage(f"weights: {sum(file.stat().st_size for file in folder.glob('*.safetensors')) / 1e9:.2f} GB")
     with _quietly():
         model = _load_weights(folder, model_config, getattr(torch, config.dtype_name))
     # transformers takes numbers of any kind as they are: those of 8 bits need factors that are there.
@@ -129,20 +117,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
-    document = read_json_object(folder / "config.json")
-    if document is None:
-        raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
-    if "auto_map" in document:
-        raise CheckpointError(f"{folder}: its config.json asks for code of its own (auto_map); remove auto_map if the "
-                              f"architecture is one of {', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{folder}: no *.safetensors; other weight files can run code and are not read: "
-                              "load the model with transformers and save_pretrained it again")  # fmt: skip
-    if document.get("model_type") not in SERVED_MODEL_TYPES:
-        parts = dict.fromkeys(what for key, what in _FOREIGN_PARTS.items() if document.get(key))
-        has = f" (it has {', '.join(parts)})" if parts else ""
-        raise CheckpointError(f"{folder}: model type {document.get('model_type')!r} is not served{has}; these are: "
-                              f"{', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
+    document = read_served_config(folder)
     if document.get("quantization_config") is not None:
         check_quantization(folder, document["quantization_config"])
     if document.get("use_bidirectional_attention"):

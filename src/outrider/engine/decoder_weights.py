@@ -27,6 +27,7 @@ from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError
 from outrider.kernels.scaled_weight import ScaledWeight, quantised, row_scales, scaled_weight
 from outrider.kernels.skinny_linear import Weight
+from outrider.start_progress import report_weights
 
 # Tree nodes stand behind the longest sequence, and their positions need rows in the rotary tables too.
 TREE_POSITIONS = 4096
@@ -217,11 +218,17 @@ class WeightLoader:
         """All of them."""
         spec, positions = self.spec, self.spec.max_positions + TREE_POSITIONS
         embedding = self.rows(EMBEDDING, 0, spec.vocab_size).to(self.device, self.dtype).contiguous()
+        layers = []
+        total = weight_bytes(spec, self.dtype, world_size=self.world_size, quantized=self.quantized)
+        layer_bytes = (total - embedding.nbytes) // len(spec.layers)
+        for index in range(len(spec.layers)):
+            layers.append(self.layer(layer_prefix(index)))
+            report_weights(embedding.nbytes + (index + 1) * layer_bytes, total, step=layer_bytes)
         return DecoderWeights(
             rank=self.rank,
             world_size=self.world_size,
             embedding=embedding,
-            layers=tuple(self.layer(layer_prefix(index)) for index in range(len(spec.layers))),
+            layers=tuple(layers),
             final_norm=self.norm("model.norm"),
             head=self.head(embedding),
             rotary_tables=tuple(rotary.table(positions).to(self.device) for rotary in spec.rotaries),

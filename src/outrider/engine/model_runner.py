@@ -22,6 +22,7 @@ from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.weight_reload import RunningModel, refill_decoder, refill_model
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
+from outrider.start_progress import report_stage
 
 __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 
@@ -97,6 +98,7 @@ class ModelRunner:
             bytes_beside=step_bytes(config, model_config),
         )
         num_slots = self.ranks.least(num_slots)
+        report_stage(f"KV: {num_slots:,} tokens, {num_slots * shape.bytes_per_slot / 1e9:.2f} GB")
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
         self._caches = shape.caches(num_slots, self.device)
 

@@ -1,0 +1,340 @@
+"""What `outrider serve` is going to do: everything checked and worked out before Ray or PyTorch is imported."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.checkpoint_json import read_json_object, read_served_config
+from outrider.deploy.checkpoint_sizes import CheckpointSizes
+from outrider.deploy.config import Bind, DeployConfig
+from outrider.deploy.gpus import Gpu, visible_gpus
+from outrider.deploy.local_note import local_address
+from outrider.deploy.model_files import ModelFiles, complete, find_model
+from outrider.deploy.resources import most_drafts, worker_gpus
+from outrider.errors import CheckpointError, OutriderError
+from outrider.models import embedded_draft_path, embedded_target_path
+from outrider.ports import check_free
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.security.tokens import TokenFile
+from outrider.tokenizer_hash import tokenizer_hash
+
+LOOPBACK = "127.0.0.1"
+_CPU_KV_BYTES = 1 << 30
+# A process's context, its graphs and the activations of its largest step, where it shares a GPU.
+_BESIDE_BYTES = 1_500_000_000
+_NO_SIZES = CheckpointSizes(weights=0, kv=0, longest=0, vocab_size=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Attributes:
+    config: of the deployment, with what was worked out filled in.
+    lines: what it comes to, each with the options that change it.
+    missing: models that have to be completed before, by field.
+    """
+
+    config: DeployConfig
+    lines: tuple[str, ...]
+    missing: tuple[ModelFiles, ...]
+
+    def completed(self) -> "Plan":
+        """Load or convert what is missing, and plan with that.
+
+        Raises:
+            OutriderError, ValueError: as `make_plan` and `complete` do.
+        """
+        for model in self.missing:
+            complete(model)
+        return make_plan(self.config)
+
+
+def make_plan(config: DeployConfig) -> Plan:
+    """Check a deployment, and work out what its configuration leaves open.
+
+    What other machines have is not looked at: with `bind` node a path that is not here is taken to be there, and with
+    a cluster that is joined its GPUs are Ray's to count.
+
+    Raises:
+        CheckpointError: a model cannot be served.
+        OutriderError: something is missing on this machine, with what to do.
+        ValueError: options do not fit together.
+    """
+    is_here, is_ours = config.bind is Bind.LOOPBACK, config.address == "local"
+    models = {
+        field: find_model(given)
+        for field, given in (("target_model", config.target_model), ("draft_model", config.draft_model))
+        if given is not None and (is_here or Path(given).exists() or not Path(given).is_absolute())
+    }
+    for field, model in models.items():
+        if not is_here and not Path(model.given).is_dir():
+            raise ValueError(
+                f"{field}: {model.given!r} given, with bind node a folder that every machine has is needed"
+            )
+    gpus = visible_gpus() if is_ours else []
+    shares = worker_gpus(config, len(gpus)) if is_ours else None
+    _check_gpus(config, gpus)
+    target, draft = _sizes(config, models, on_gpu=shares is None or shares[0] > 0)
+    if is_here:
+        _check_files(config)
+    if is_here and is_ours:
+        _check_ports(config)
+    found: dict[str, Any] = {
+        field: str(model.folder) for field, model in models.items() if model.folder is not None and not model.missing
+    }
+    if not config.served_model_name and "target_model" in models:
+        found["served_model_name"] = (models["target_model"].name,)
+    if gpus and shares is not None:
+        found |= _kv_shares(config, gpus, shares, target, draft)
+    elif is_ours:
+        _check_memory(config, target, draft)
+    planned = dataclasses.replace(config, **found)
+    return Plan(
+        config=planned,
+        lines=tuple(_lines(config, planned, _devices(planned, gpus, shares), shares, (target, draft))),
+        missing=tuple(model for model in models.values() if model.missing),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _sizes(
+    config: DeployConfig, models: dict[str, ModelFiles], *, on_gpu: bool
+) -> tuple[CheckpointSizes, CheckpointSizes]:
+    """Of target and draft, once they have been looked at; zeros of what is not there to be looked at."""
+    target_folder = models["target_model"].folder if "target_model" in models else embedded_target_path()
+    draft_folder = models["draft_model"].folder if "draft_model" in models else embedded_draft_path()
+    number_bytes = 2 if on_gpu else 4
+    kv_bytes = 1 if config.kv_cache_dtype == "fp8_e4m3" else number_bytes
+    target = draft = _NO_SIZES
+    if target_folder is not None and (config.target_model is None or "target_model" in models):
+        weight_bytes = 1 if config.quantization == "fp8" else number_bytes
+        target = _read_sizes(target_folder, number_bytes=weight_bytes, kv_number_bytes=kv_bytes)
+        if config.max_model_len is not None and config.max_model_len > target.longest:
+            raise ValueError(f"max_model_len: {config.max_model_len} given, the model ends at {target.longest}")
+        if config.tokenizer_path is None:
+            _tokenizer(target_folder)
+    has_draft = config.draft_source != "ngram" and most_drafts(config) > 0
+    if has_draft and draft_folder is not None and (config.draft_model is None or "draft_model" in models):
+        draft = _read_sizes(draft_folder, number_bytes=number_bytes, kv_number_bytes=number_bytes)
+        if target is not _NO_SIZES and target_folder is not None:
+            _check_pair(target_folder, draft_folder, target, draft)
+    return target, draft
+
+
+def _read_sizes(folder: Path, *, number_bytes: int, kv_number_bytes: int) -> CheckpointSizes:
+    # Of one whose weights are still on the Hub the rest can be looked at.
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    config = read_served_config(folder) if has_weights else read_json_object(folder / "config.json")
+    if config is None or (not has_weights and not folder.is_relative_to(_hub_cache())):
+        config = read_served_config(folder)
+    return CheckpointSizes.of(folder, config, number_bytes=number_bytes, kv_number_bytes=kv_number_bytes)
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser().resolve()
+
+
+def _tokenizer(folder: Path) -> bytes:
+    try:
+        return (folder / "tokenizer.json").read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no tokenizer.json; save the tokenizer in its fast form") from error
+
+
+def _check_pair(target_folder: Path, draft_folder: Path, target: CheckpointSizes, draft: CheckpointSizes) -> None:
+    same = _tokenizer(target_folder) == _tokenizer(draft_folder)
+    # Different files may still stand for the same tokens.
+    if not same and tokenizer_hash(target_folder) != tokenizer_hash(draft_folder):
+        raise CheckpointError(
+            f"the tokenizers of {target_folder} and {draft_folder} differ: a draft needs its target's"
+        )
+    if draft.vocab_size > target.vocab_size:
+        raise CheckpointError(
+            f"{draft_folder} has {draft.vocab_size} vocabulary entries, {target_folder} {target.vocab_size}: "
+            "a draft may have no more than its target"
+        )
+
+
+def _check_files(config: DeployConfig) -> None:
+    for field, name in (("tokenizer_path", "tokenizer.json"), ("chat_template", "")):
+        path: Path | None = getattr(config, field)
+        if path is not None and not (path / name if name else path).is_file():
+            raise ValueError(f"{field}: {path / name if name else path}: no such file")
+    if config.token_file is not None and not TokenFile(config.token_file).entries:
+        raise OutriderError(
+            f"{config.token_file} holds no token, so nobody could call: "
+            f"outrider token new NAME --token-file {config.token_file}"
+        )
+    if config.certs is not None:
+        for role in (Role.COORDINATOR, Role.TARGET, Role.DRAFT):
+            TlsConfig.of_folder(config.certs, role).check(role)
+
+
+def _check_ports(config: DeployConfig) -> None:
+    doors = 1 if config.certs is None else 2
+    wanted = {
+        "port": [config.port + door for door in range(config.coordinators * doors)] if config.port else [],
+        "http_port": [config.first_http_port + own * doors for own in range(config.coordinators)]
+        if config.first_http_port
+        else [],
+        "shared_port": [config.shared_port] if config.shared_port else [],
+        "shared_http_port": [config.shared_http_port] if config.shared_http_port else [],
+    }
+    for field, ports in wanted.items():
+        for port in ports:
+            try:
+                check_free(f"{LOOPBACK}:{port}")
+            except OSError as error:
+                own = "an `outrider serve` of this name runs here; " if local_address(config.name) else ""
+                option = f"--{field.replace('_', '-')}"
+                raise OutriderError(
+                    f"{field}: {LOOPBACK}:{port} is taken: {own}give another {option}, or 0 for a free one"
+                ) from error
+
+
+def _check_gpus(config: DeployConfig, gpus: list[Gpu]) -> None:
+    if config.address != "local":
+        return
+    needed = {
+        "target_gpus": max(config.target_gpus or 0.0, config.tensor_parallel_size if config.target_gpus != 0 else 0)
+        if config.target_gpus is not None or config.tensor_parallel_size > 1
+        else 0.0,
+        "draft_gpus": config.draft_gpus or 0.0,
+    }
+    for field, each in needed.items():
+        count = config.targets if field == "target_gpus" else config.drafts
+        if each * count > len(gpus):
+            hint = "" if gpus else ": is the driver loaded, and what does CUDA_VISIBLE_DEVICES say?"
+            raise OutriderError(f"{field}: {each * count:g} GPUs needed, {len(gpus)} visible{hint}")
+
+
+def _check_memory(config: DeployConfig, target: CheckpointSizes, draft: CheckpointSizes) -> None:
+    """Of a machine without GPUs."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = config.targets * target.weights + config.drafts * draft.weights
+    if needed > total:
+        raise OutriderError(
+            f"the weights take {needed / 1e9:.1f} GB as float32, this machine has {total / 1e9:.1f} GB of memory: take "
+            "a smaller model, or a GPU"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- worked out
+
+
+def _kv_shares(
+    config: DeployConfig,
+    gpus: list[Gpu],
+    shares: tuple[float, float],
+    target: CheckpointSizes,
+    draft: CheckpointSizes,
+) -> dict[str, int]:
+    """Bytes of KV for each worker, where workers share a GPU: room for as many tokens of one as of the other.
+
+    Raises:
+        OutriderError: the weights leave no room.
+    """
+    smallest = min(gpu.total_bytes for gpu in gpus)
+    target_each = target.weights / config.tensor_parallel_size
+    # Where a worker has a GPU for itself it takes what is free once it has its weights.
+    is_shared = 0 < shares[0] < 1 or 0 < shares[1] < 1
+    on_gpu = [(each, share) for each, share in zip((target_each, draft.weights), shares, strict=True) if share > 0]
+    targets = math.ceil(config.targets / len(gpus)) if 0 < shares[0] < 1 else min(1, math.ceil(shares[0]))
+    drafts = min(math.floor(1 / shares[1]) - (targets if shares[0] < 1 else 0), most_drafts(config)) if shares[1] else 0
+    drafts = max(drafts, 0)
+    weights = (
+        targets * target_each + drafts * draft.weights if is_shared else max((own for own, _ in on_gpu), default=0)
+    )
+    processes = targets + drafts if is_shared else 1
+    budget = smallest * config.kv_cache_memory_fraction - weights - processes * _BESIDE_BYTES
+    if on_gpu and budget <= 0:
+        raise OutriderError(
+            f"the weights take {weights / 1e9:.1f} GB of a GPU, which has {smallest / 1e9:.1f} GB: share the target "
+            "among more GPUs (--tensor-parallel-size), take --quantization fp8, or a smaller model"
+        )
+    if not is_shared or config.target_kv_bytes is not None or config.draft_kv_bytes is not None:
+        return {}
+    tokens = int(budget / max(targets * target.kv + drafts * draft.kv, 1))
+    found = {"target_kv_bytes": tokens * target.kv, "draft_kv_bytes": tokens * draft.kv}
+    return {field: size for field, size in found.items() if size}
+
+
+def _lines(
+    given: DeployConfig,
+    config: DeployConfig,
+    devices: str,
+    shares: tuple[float, float] | None,
+    sizes: tuple[CheckpointSizes, CheckpointSizes],
+) -> Iterator[str]:
+    target, draft = sizes
+    name = given.target_model or "the embedded pair's target"
+    yield _line("model", f"{name}{_gigabytes(target)}", "MODEL")
+    source = config.draft_source
+    if not most_drafts(config):
+        yield _line("drafter", "none: plain decoding", "--drafts")
+    else:
+        names = {"model": given.draft_model or "the embedded pair's draft", "ngram": "n-grams of prompts and outputs"}
+        texts = [names[word] + (_gigabytes(draft) if word == "model" else "") for word in source.split("+")]
+        count = f"{config.drafts}" if config.max_drafts is None else f"{config.min_drafts} to {config.max_drafts}"
+        workers = "a worker of its own" if count == "1" else f"{count} workers"
+        yield _line("drafter", f"{' and '.join(texts)}, in {workers}", "--draft, --drafts, --source")
+    yield _line("device", devices, "--target-gpus, --draft-gpus")
+    yield _line("memory", _memory(config, shares, target, draft), "--target-kv-bytes, --draft-kv-bytes")
+    running = config.max_running_sessions or config.targets * config.max_num_seqs
+    longest = config.max_model_len or target.longest
+    tokens = f" of at most {longest:,} tokens each" if longest else ""
+    queue = "a queue as the coordinator works it out" if config.max_queue is None else f"a queue of {config.max_queue}"
+    options = "--max-num-seqs, --max-running-sessions, --max-queue, --max-model-len"
+    yield _line("sessions", f"{running} at a time{tokens}, and {queue}", options)
+    host = LOOPBACK if config.bind is Bind.LOOPBACK else "each coordinator's machine"
+    access = "whoever reaches it" if config.token_file is None else "with a token"
+    doors = f"gRPC at {host}:{config.port or 'a free port'}, OpenAI's API at :{config.first_http_port or 'a free port'}"
+    yield _line("doors", f"{doors}, {access}", "--port, --http-port, --bind, --token-file")
+
+
+def _devices(config: DeployConfig, gpus: list[Gpu], shares: tuple[float, float] | None) -> str:
+    if shares is None:
+        return "what the Ray cluster has"
+    if not any(shares):
+        return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+    drafts = f", {shares[1]:g} for each draft" if most_drafts(config) and shares[1] else ""
+    return f"{len(gpus)} x {names}: {shares[0]:g} for each target{drafts}"
+
+
+def _memory(
+    config: DeployConfig, shares: tuple[float, float] | None, target: CheckpointSizes, draft: CheckpointSizes
+) -> str:
+    if shares is None:
+        return "what the Ray cluster has"
+    texts = []
+    for word, share, size, kv_bytes in (
+        ("target", shares[0], target, config.target_kv_bytes),
+        ("draft", shares[1], draft, config.draft_kv_bytes),
+    ):
+        if not size.kv:
+            continue
+        if kv_bytes is None and share:
+            texts.append(f"KV of each {word} takes {config.kv_cache_memory_fraction:.0%} of what its weights leave")
+            continue
+        most = config.max_num_seqs * (config.max_model_len or size.longest)
+        tokens = min((kv_bytes or _CPU_KV_BYTES) // size.kv, most)
+        texts.append(f"KV of each {word} {tokens * size.kv / 1e9:.2f} GB ({tokens:,} tokens)")
+    return ", ".join(texts) or "known once the model is here"
+
+
+def _gigabytes(sizes: CheckpointSizes) -> str:
+    return f" ({sizes.weights / 1e9:.2f} GB of weights)" if sizes.weights else ""
+
+
+def _line(name: str, text: str, options: str) -> str:
+    return f"{name:9} {text}  [{options}]"
