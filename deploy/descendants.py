@@ -5,9 +5,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.02
 
 
 def adopt_descendants() -> None:
@@ -32,3 +34,16 @@ def kill_descendants() -> None:
     for pid in found:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+
+
+def end_descendants(timeout_s: float) -> None:
+    """Kill them until none is left, or for so long; what they leave behind is collected."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        kill_descendants()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_POLL_S)

@@ -11,9 +11,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from outrider.errors import CheckpointError, MissingPackage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # llama is also what Mistral's files say.
 _SERVED = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
@@ -101,14 +104,33 @@ def _read_text(content: BinaryIO) -> str:
     return content.read(length).decode("utf-8")
 
 
+def load(file: Path) -> "PreTrainedModel":
+    """Return the model of a file, dequantised to float32."""
+    import torch
+    import transformers
+
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+    # Versions that have it keep weights in their blocks unless they are told otherwise.
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
+
+
 def main() -> None:
     """Convert the file that the command line names into the folder that it names."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.save_pretrained(folder)
+    model = load(file)
+    config = model.config
+    # What is left of the file's format would keep transformers from saving the model.
+    config.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 

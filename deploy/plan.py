@@ -65,16 +65,14 @@ def make_plan(config: DeployConfig) -> Plan:
         ValueError: options do not fit together.
     """
     is_here, is_ours = config.bind is Bind.LOOPBACK, config.address == "local"
-    models = {
-        field: find_model(given)
-        for field, given in (("target_model", config.target_model), ("draft_model", config.draft_model))
-        if given is not None and (is_here or Path(given).exists() or not Path(given).is_absolute())
-    }
-    for field, model in models.items():
-        if not is_here and not Path(model.given).is_dir():
+    models = {}
+    for field, given in (("target_model", config.target_model), ("draft_model", config.draft_model)):
+        if given is not None and not is_here and not Path(given).is_absolute():
             raise ValueError(
-                f"{field}: {model.given!r} given, with bind node a folder that every machine has is needed"
+                f"{field}: {given!r} given, with bind node the path of a folder on every machine is needed"
             )
+        if given is not None and (is_here or Path(given).is_dir()):
+            models[field] = find_model(given)
     gpus = visible_gpus() if is_ours else []
     shares = worker_gpus(config, len(gpus)) if is_ours else None
     _check_gpus(config, gpus)
@@ -111,34 +109,33 @@ def _sizes(
     draft_folder = models["draft_model"].folder if "draft_model" in models else embedded_draft_path()
     number_bytes = 2 if on_gpu else 4
     kv_bytes = 1 if config.kv_cache_dtype == "fp8_e4m3" else number_bytes
+    complete_ones = {field: not model.missing for field, model in models.items()}
     target = draft = _NO_SIZES
     if target_folder is not None and (config.target_model is None or "target_model" in models):
         weight_bytes = 1 if config.quantization == "fp8" else number_bytes
-        target = _read_sizes(target_folder, number_bytes=weight_bytes, kv_number_bytes=kv_bytes)
+        has_weights = complete_ones.get("target_model", True)
+        target = _read_sizes(
+            target_folder, has_weights=has_weights, number_bytes=weight_bytes, kv_number_bytes=kv_bytes
+        )
         if config.max_model_len is not None and config.max_model_len > target.longest:
             raise ValueError(f"max_model_len: {config.max_model_len} given, the model ends at {target.longest}")
         if config.tokenizer_path is None:
             _tokenizer(target_folder)
     has_draft = config.draft_source != "ngram" and most_drafts(config) > 0
     if has_draft and draft_folder is not None and (config.draft_model is None or "draft_model" in models):
-        draft = _read_sizes(draft_folder, number_bytes=number_bytes, kv_number_bytes=number_bytes)
+        has_weights = complete_ones.get("draft_model", True)
+        draft = _read_sizes(
+            draft_folder, has_weights=has_weights, number_bytes=number_bytes, kv_number_bytes=number_bytes
+        )
         if target is not _NO_SIZES and target_folder is not None:
             _check_pair(target_folder, draft_folder, target, draft)
     return target, draft
 
 
-def _read_sizes(folder: Path, *, number_bytes: int, kv_number_bytes: int) -> CheckpointSizes:
+def _read_sizes(folder: Path, *, has_weights: bool, number_bytes: int, kv_number_bytes: int) -> CheckpointSizes:
     # Of one whose weights are still on the Hub the rest can be looked at.
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    config = read_served_config(folder) if has_weights else read_json_object(folder / "config.json")
-    if config is None or (not has_weights and not folder.is_relative_to(_hub_cache())):
-        config = read_served_config(folder)
+    config = read_served_config(folder) if has_weights else read_json_object(folder / "config.json") or {}
     return CheckpointSizes.of(folder, config, number_bytes=number_bytes, kv_number_bytes=kv_number_bytes)
-
-
-def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser().resolve()
 
 
 def _tokenizer(folder: Path) -> bytes:

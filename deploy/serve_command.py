@@ -20,13 +20,13 @@ import typer
 from outrider.command_options import config_command
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.config_file import as_in_file, read_fields
-from outrider.deploy.descendants import adopt_descendants, kill_descendants
+from outrider.deploy.descendants import adopt_descendants, end_descendants
 from outrider.deploy.plan import make_plan
 from outrider.deploy.ray_token import prefer_token
 
 INTERRUPTED = 130
 # That each role gets after Ctrl-C, and after which nothing is waited for any more.
-_HURRY_S, _PATIENCE_S, _ADOPTION_S = 0.8, 3.8, 0.2
+_HURRY_S, _PATIENCE_S, _KILL_S = 0.8, 3.8, 0.5
 
 _OPTIONS = [
     inspect.Parameter(
@@ -138,8 +138,5 @@ async def _cancelled_by_signals(main: Coroutine[Any, Any, None], told: list[int]
 
 
 def _end_at_once() -> None:
-    # What ends meanwhile leaves its children to this process.
-    kill_descendants()
-    time.sleep(_ADOPTION_S)
-    kill_descendants()
+    end_descendants(_KILL_S)
     os._exit(INTERRUPTED)

@@ -78,7 +78,7 @@ class Registry(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
 
-    async def GetServerInfo(self, request, context):  # noqa: N802 (the protocol's name)
+    def info(self) -> generation_pb2.ServerInfo:
         info = generation_pb2.ServerInfo(running_sessions=3, version=json.dumps(what_this_process_tells()))
         for note in SERVING.glob(f"{self._deployment}.*"):
             worker = json.loads(note.read_text())
@@ -121,6 +121,7 @@ async def serve_registry(
     host: str,
     ready: Callable[[str], None],
     stop: asyncio.Event,
+    tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
 ) -> None:
     assert worker_port == port
     assert f"{host}:{port}" in await peers()
@@ -135,6 +136,7 @@ async def serve_registry(
         address=f"{host}:{port}",
     )
     await server.start()
+    tell(Registry(config.name).info)
     ready(server.address)
     await stop.wait()
     await server.stop(grace_s=0)

@@ -5,16 +5,8 @@ from typing import Any
 
 import pytest
 
-from outrider.deploy.config import (
-    DRAFT_FIELDS,
-    Bind,
-    DeployConfig,
-    amounts,
-    asked_draft_gpus,
-    asked_target_gpus,
-    shared_gpus,
-    target_threads,
-)
+from outrider.deploy.config import NGRAM_FIELDS, Bind, DeployConfig, amounts
+from outrider.deploy.resources import asked_draft_gpus, asked_target_gpus, shared_gpus, target_threads
 from outrider.deploy.roles import WorkerSetting, draft_config, target_config
 from outrider.draft_worker.config import DraftWorkerConfig
 
@@ -48,6 +40,9 @@ from outrider.draft_worker.config import DraftWorkerConfig
         ("quantization", "int4"),
         ("max_prefill_tokens", 0),
         ("prefill_slowdown", -1.0),
+        ("max_running_sessions", 0),
+        ("max_queue", -1),
+        ("target_kv_bytes", 0),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(setting: str, value: object):
@@ -127,14 +122,16 @@ def test_drafts_grow_as_was_asked_for(tmp_path: Path):
         "ngram_min_breadth": 2,
     }
     grown |= {"ngram_max_breadth": 3, "ngram_draft_tokens": 5, "ngram_match_type": "bfs", "ngram_corpus": (corpus,)}
-    assert set(grown) == set(DRAFT_FIELDS)
+    assert set(grown) == {"source", *NGRAM_FIELDS}
     config = DeployConfig(**grown)
     setting = WorkerSetting(name="d/draft-0", coordinators=("h:1",), device="cuda")
     draft = draft_config(config, setting, host="127.0.0.1")
     assert {name: getattr(draft, name) for name in grown} == grown
     # A deployment's defaults are the workers' own.
     own = DraftWorkerConfig()
-    assert {name: getattr(DeployConfig(), name) for name in grown} == {name: getattr(own, name) for name in grown}
+    assert {name: getattr(DeployConfig(), name) for name in NGRAM_FIELDS} == {
+        name: getattr(own, name) for name in NGRAM_FIELDS
+    }
     with pytest.raises(ValueError, match="ngram_capacity: 0 given"):
         DeployConfig(ngram_capacity=0)
     assert asked_draft_gpus(DeployConfig(source="ngram")) == 0
@@ -150,3 +147,14 @@ def test_workers_are_read_on_ports_of_their_numbers():
     assert target_config(DeployConfig(), target, host="127.0.0.1").metrics_port is None
     with pytest.raises(ValueError, match="metrics_port: 0 given"):
         DeployConfig(metrics_port=0)
+
+
+def test_what_drafts_is_worked_out_from_the_models():
+    assert DeployConfig().draft_source == "model"
+    assert DeployConfig(target_model="big").draft_source == "ngram"
+    assert DeployConfig(target_model="big", draft_model="small").draft_source == "model"
+    setting = WorkerSetting(name="d/draft-0", coordinators=())
+    # N-grams are of the target's tokens.
+    assert draft_config(DeployConfig(target_model="big"), setting, host="127.0.0.1").model_path == "big"
+    assert draft_config(DeployConfig(draft_kv_bytes=5), setting, host="127.0.0.1").kv_bytes == 5
+    assert target_config(DeployConfig(target_kv_bytes=6), setting, host="127.0.0.1").kv_bytes == 6

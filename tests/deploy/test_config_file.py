@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from outrider import cli
-from outrider.deploy import commands
+from outrider.deploy import serve_command
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.config_file import KEYS, SECTIONS, read_config, read_fields
+from outrider.deploy.plan import Plan
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "deploy").glob("*.yaml"))
 
@@ -57,7 +58,7 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
     ray:
     """
     config = read_config(written(tmp_path, text))
-    assert (config.bind, config.target_model, config.target_gpus) == (Bind.NODE, Path("/m"), 2.0)
+    assert (config.bind, config.target_model, config.target_gpus) == (Bind.NODE, "/m", 2.0)
     assert isinstance(config.target_gpus, float)
     assert config.draft_resources == ("cheap=0.5", "any=2")
     assert (config.hang_timeout_s, config.quantization, config.drafts) == (3.0, None, 0)
@@ -83,11 +84,11 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
         ("draft: {workers: yes}", "draft.workers: True given, a whole number needed"),
         ("draft: {workers: 1.5}", "draft.workers: 1.5 given, a whole number needed"),
         ("draft: {workers: null}", "draft.workers: None given, a whole number needed"),
-        ("draft: {model: 3}", "draft.model: 3 given, a path needed"),
+        ("draft: {model: 3}", "draft.model: 3 given, a text needed"),
         ("draft: {resources: {cheap: much}}", "draft.resources.cheap: 'much' given, a number needed"),
         ("draft: {resources: [cheap]}", "draft.resources: ['cheap'] given, keys with values needed"),
         ("draft: {resources: {cheap: 0}}", "draft.resources: 'cheap=0' given, NAME=AMOUNT with an amount above 0"),
-        ("draft: {ngram_corpus: a.jsonl}", "draft.ngram_corpus: 'a.jsonl' given, a list of paths needed"),
+        ("draft: {ngram_corpus: a.jsonl}", "draft.ngram_corpus: 'a.jsonl' given, a list of texts needed"),
         ("draft: {source: words}", "draft.source: 'words' given, one of model, ngram, model+ngram needed"),
         ("target: {enforce_eager: 1}", "target.enforce_eager: 1 given, true or false needed"),
         ("target: {kv_cache_dtype: int4}", "target.kv_cache_dtype: 'int4' given, one of auto, fp8_e4m3 needed"),
@@ -116,24 +117,25 @@ def test_options_go_before_the_file(
 ):
     seen: list[Any] = []
 
-    async def note(config: DeployConfig) -> None:
+    def note(config: DeployConfig) -> Plan:
         seen.append(config)
+        return Plan(config=config, lines=(), missing=())
 
-    monkeypatch.setattr(commands, "_serve_until_stopped", note)
+    monkeypatch.setattr(serve_command, "make_plan", note)
     path = written(tmp_path, "name: filed\ndraft: {workers: 3}\ntarget: {workers: 2}")
-    assert cli.run(["up", str(path), "--drafts", "1"]) == 0
+    assert cli.run(["serve", "--dry-run", "--config", str(path), "--drafts", "1"]) == 0
     assert (seen[0].name, seen[0].drafts, seen[0].targets, seen[0].port) == ("filed", 1, 2, 50051)
     # Given with its default value, an option still goes first.
-    assert cli.run(["up", str(path), "--targets", "1"]) == 0
+    assert cli.run(["serve", "--dry-run", "--config", str(path), "--targets", "1"]) == 0
     assert (seen[1].drafts, seen[1].targets) == (3, 1)
     assert capsys.readouterr().err == ""
-    assert cli.run(["up", str(written(tmp_path, "drafts: 3"))]) == 2
+    assert cli.run(["serve", "--config", str(written(tmp_path, "drafts: 3"))]) == 2
     assert "deployment.yaml: drafts: unknown" in capsys.readouterr().err
     wrong = str(written(tmp_path, "draft: {workers: -1}"))
     for options, words in [([], "deployment.yaml: draft.workers: -1"), (["--drafts", "-2"], "value: drafts: -2")]:
-        assert cli.run(["up", wrong, *options]) == 2
+        assert cli.run(["serve", "--config", wrong, *options]) == 2
         assert words in capsys.readouterr().err
-    assert cli.run(["up", "--detach"]) == 2
+    assert cli.run(["serve", "--detach"]) == 2
     assert "--detach needs a running cluster" in capsys.readouterr().err
 
 

@@ -51,3 +51,20 @@ async def test_a_role_that_fails_again_and_again_gets_longer_pauses(monkeypatch:
     await asyncio.gather(watching, return_exceptions=True)
     assert pauses[:4] == pytest.approx([0.4, 0.8, 1.6, 3.2])
     assert pauses[-1] == LONGEST_BACKOFF_S
+
+
+def test_a_loss_is_told_until_it_is_made_good():
+    told: list[str] = []
+    handle = RoleHandle(name="draft-0", role=Role.DRAFT, tell=told.append)
+    loading = RoleReport(pid=7, node="n", node_id="i", address=None, failure=None, stage="weights: 1 of 2 GB")
+    serving = RoleReport(pid=7, node="n", node_id="i", address="h:1", failure=None, stage="weights: 1 of 2 GB")
+    for report in (loading, loading, serving, serving):
+        handle.note(report)
+    assert told == ["draft-0: weights: 1 of 2 GB"]
+    handle.lose("its process 7 is gone")
+    assert told[1:] == [
+        "draft-0 is lost: its process 7 is gone. Decoding goes on, only slower. Starting it anew",
+    ]
+    handle.note(serving)
+    assert len(told) == 3
+    assert told[2].startswith("draft-0 serves again, after 0.")

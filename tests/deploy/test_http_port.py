@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from outrider.deploy.config import DeployConfig
-from outrider.deploy.crew import _with_http_port
+from outrider.deploy.crew import _http_port
 
 
 @pytest.mark.parametrize(
     ("config", "port", "number", "http_port"),
     [
-        (DeployConfig(), 50051, 0, None),
+        (DeployConfig(), 50051, 0, 8000),
         (DeployConfig(http_port=8000), 50051, 0, 8000),
         # The second on a machine has the next port for gRPC, and so it has for HTTP; on one of its own the same.
         (DeployConfig(http_port=8000), 50052, 1, 8001),
@@ -19,13 +19,14 @@ from outrider.deploy.crew import _with_http_port
         # Ports that are found say nothing: then it is the number.
         (DeployConfig(port=0, http_port=8000), 41234, 1, 8001),
         (DeployConfig(port=0, http_port=0), 41234, 1, 0),
+        (DeployConfig(port=0), 41234, 1, 0),
         # The first one's own port is the one behind that which all share.
         (DeployConfig(shared_port=50051, http_port=8000, shared_http_port=8000), 50052, 0, 8001),
         (DeployConfig(coordinators=2, shared_port=50052, http_port=8000, shared_http_port=8001), 50053, 1, 8002),
     ],
 )
-def test_each_has_its_own(config: DeployConfig, port: int, number: int, http_port: int | None) -> None:
-    assert _with_http_port(config, port=port, number=number).http_port == http_port
+def test_each_has_its_own(config: DeployConfig, port: int, number: int, http_port: int) -> None:
+    assert _http_port(config, port=port, number=number) == http_port
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_each_has_its_own(config: DeployConfig, port: int, number: int, http_por
     [
         ({"http_port": 70000}, "http_port: 70000 given"),
         ({"shared_port": 0}, "shared_port: 0 given, 1 to 65535 needed"),
-        ({"shared_http_port": 8000}, "shared_http_port: 8000 given, with http_port needed"),
+        ({"shared_http_port": 8000}, "shared_http_port: 8000 given, which one of them has"),
         ({"http_port": 8000, "shared_http_port": 8000}, "shared_http_port: 8000 given, which one of them has"),
         (
             {"coordinators": 2, "http_port": 8000, "shared_http_port": 8001},

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,7 +18,6 @@ import pytest_asyncio
 from outrider.client import AsyncClient, GenerateOptions
 from outrider.deploy.cluster import Deployment
 from outrider.deploy.config import Bind, DeployConfig
-from outrider.deploy.demo import PROMPT
 from outrider.errors import Unauthenticated
 from outrider.models import held_out_prompts
 from outrider.security.certificates import write_development_set
@@ -112,62 +112,82 @@ def is_serving_draft(worker: generation_pb2.WorkerStatus) -> bool:
 
 # Two Rays that start at once on a machine with other work.
 @pytest.mark.timeout(550)
-def test_up_serves_until_told_to_stop_and_leaves_nothing():
+def test_serve_takes_requests_until_told_to_stop_and_leaves_nothing(secrets: Path):
     """Two side by side, as two terminals would have them: one ends by Ctrl-C, the other by SIGTERM."""
-    with running_up("up-ctrl-c") as interrupted, running_up("up-sigterm") as told:
-        endpoint_of(interrupted)
-        endpoint = endpoint_of(told)
+    tokens = ["--token-file", str(secrets / "tokens.json")]
+    with (
+        running("serve-ctrl-c", "--served-model-name", "coder", "--served-model-name", "other") as interrupted,
+        running("serve-sigterm", *tokens) as told,
+    ):
+        _, said = ready(interrupted)
+        endpoint, _ = ready(told)
+        url = next(line.split()[-1] for line in said if line.startswith("OpenAI's API at "))
+        with urllib.request.urlopen(f"{url}/models") as answer:
+            assert [own["id"] for own in json.load(answer)["data"]] == ["coder", "other"]
         # Ctrl-C at a terminal reaches Ray's processes too.
         os.killpg(interrupted.pid, signal.SIGINT)
-        check_end(interrupted)
-        assert not processes_mentioning("up-ctrl-c")
+        check_end(interrupted, 130)
+        assert not processes_mentioning("serve-ctrl-c")
         # Another terminal finds it by its name.
-        status = subprocess.run(
-            [OUTRIDER, "status", "--name", "up-sigterm", "--json"], capture_output=True, text=True, check=False
-        )
-        assert status.returncode == 0, status.stderr
+        status = outrider("status", "--name", "serve-sigterm", "--json")
         assert json.loads(status.stdout)["endpoints"] == [endpoint]
+        # Tokens without certificates, as loopback may have them.
+        refused = outrider("generate", "def f(", "--endpoint", endpoint)
+        assert (refused.returncode, "needs a token" in refused.stderr) == (1, True)
+        taken = ["--token", str(secrets / "token"), "--max-new-tokens", "4"]
+        assert outrider("generate", "def f(", "--endpoint", endpoint, *taken).returncode == 0
         os.kill(told.pid, signal.SIGTERM)
-        check_end(told)
-        assert not processes_mentioning("up-sigterm")
+        check_end(told, 0)
+        assert not processes_mentioning("serve-sigterm")
+
+
+@pytest.mark.timeout(250)
+def test_ctrl_c_ends_a_start():
+    """When Ray is still being started, which cannot be interrupted itself."""
+    with running("serve-early") as early:
+        assert early.stderr is not None
+        while not early.stderr.readline().startswith("starting Ray"):
+            assert early.poll() is None
+        os.killpg(early.pid, signal.SIGINT)
+        check_end(early, 130)
+        assert not processes_mentioning("serve-early")
+        assert not [line for line in processes_mentioning("") if f"--fate-share {early.pid}" in line]
 
 
 @contextlib.contextmanager
-def running_up(name: str) -> Iterator[subprocess.Popen[str]]:
-    command = [OUTRIDER, "up", "--port", "0", "--drafts", "0", "--name", name]
+def running(name: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [OUTRIDER, "serve", "--port", "0", "--drafts", "0", "--name", name, *options]
     pipe = subprocess.PIPE
     # A group of its own, as a terminal gives it.
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as up:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as serve:
         try:
-            yield up
+            yield serve
         finally:
-            up.terminate()
+            serve.terminate()
 
 
-def endpoint_of(up: subprocess.Popen[str]) -> str:
-    assert up.stdout is not None
-    assert up.stderr is not None
-    said = up.stdout.readline()
-    ready = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", said)
-    assert ready, said or up.stderr.read()
-    return ready[1]
+def outrider(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([OUTRIDER, *words], capture_output=True, text=True, timeout=200, check=False)
 
 
-def check_end(up: subprocess.Popen[str]) -> None:
-    rest, errors = up.communicate(timeout=200)
-    assert (up.returncode, rest) == (0, ""), errors
+def ready(serve: subprocess.Popen[str]) -> tuple[str, list[str]]:
+    """The endpoint, and what was said before it."""
+    assert serve.stdout is not None
+    assert serve.stderr is not None
+    said = []
+    while not (said and said[-1].startswith("ready in ")):
+        said.append(serve.stderr.readline().rstrip())
+        assert serve.poll() is None, said
+    last = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", serve.stdout.readline())
+    assert last, said
+    assert any(line.startswith("target-0: KV: ") for line in said)
+    return last[1], said
+
+
+def check_end(serve: subprocess.Popen[str], code: int) -> None:
+    rest, errors = serve.communicate(timeout=200)
+    assert (serve.returncode, rest) == (code, ""), errors
     assert "Traceback" not in errors
-
-
-def test_demo_shows_a_completion_and_what_it_cost():
-    done = subprocess.run(
-        [OUTRIDER, "demo", "--max-new-tokens", "24"], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert PROMPT in done.stdout
-    assert re.search(r"tokens +24 \(prompt \d+\)", done.stdout)
-    assert re.search(r"acceptance length +\d\.\d\d", done.stdout)
-    assert done.stderr == ""
 
 
 def processes_mentioning(text: str) -> list[str]:

@@ -1,0 +1,251 @@
+"""What `outrider serve` says of a deployment before it starts anything."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from outrider import cli
+from outrider.deploy import plan as plan_module
+from outrider.deploy.config import Bind, DeployConfig
+from outrider.deploy.gpus import Gpu
+from outrider.deploy.plan import make_plan
+from outrider.errors import CheckpointError, OutriderError
+from outrider.models import embedded_draft_path, embedded_target_path
+
+GPU = Gpu(name="NVIDIA H100", total_bytes=80_000_000_000, free_bytes=79_000_000_000)
+
+
+def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(plan_module, "visible_gpus", lambda: [GPU] * count)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, 0)
+
+
+def checkpoint(folder: Path, **changes: object) -> str:
+    """The embedded target under another name, with another config.json."""
+    shutil.copytree(embedded_target_path(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+def line(config: DeployConfig, name: str) -> str:
+    (found,) = (own for own in make_plan(config).lines if own.startswith(name))
+    return found
+
+
+def test_the_embedded_pair_needs_nothing():
+    plan = make_plan(DeployConfig(port=0))
+    assert not plan.missing
+    assert [own.split()[0] for own in plan.lines] == ["model", "drafter", "device", "memory", "sessions", "doors"]
+    assert "CPU" in line(DeployConfig(port=0), "device")
+
+
+def test_a_model_alone_is_drafted_for_by_n_grams(tmp_path: Path):
+    config = DeployConfig(port=0, target_model=checkpoint(tmp_path / "coder"))
+    plan = make_plan(config)
+    assert plan.config.served_model_name == ("coder",)
+    assert plan.config.target_model == str(tmp_path / "coder")
+    assert "n-grams" in line(config, "drafter")
+
+
+def test_two_models_on_one_gpu_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 1)
+    plan = make_plan(DeployConfig(port=0))
+    target, draft = plan.config.target_kv_bytes, plan.config.draft_kv_bytes
+    assert target is not None
+    assert draft is not None
+    assert 0.8 * GPU.total_bytes < target + draft < 0.9 * GPU.total_bytes
+    # As many tokens of one as of the other.
+    configs = [
+        json.loads((path / "config.json").read_text()) for path in (embedded_target_path(), embedded_draft_path())
+    ]
+    per_token = [own["num_hidden_layers"] * own["num_key_value_heads"] * own["head_dim"] for own in configs]
+    assert target / per_token[0] == draft / per_token[1]
+    assert "0.5 for each target" in line(DeployConfig(port=0), "device")
+    # Whoever has a GPU for itself takes what is free there.
+    have_gpus(monkeypatch, 2)
+    assert make_plan(DeployConfig(port=0)).config.target_kv_bytes is None
+    assert make_plan(DeployConfig(port=0, target_kv_bytes=5)).config.target_kv_bytes == 5
+
+
+def test_a_model_too_large_for_its_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small = Gpu(name="small", total_bytes=1_000_000, free_bytes=1_000_000)
+    monkeypatch.setattr(plan_module, "visible_gpus", lambda: [small])
+    with pytest.raises(OutriderError, match=r"the weights take 0\.0 GB of a GPU"):
+        make_plan(DeployConfig(port=0, drafts=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"target_gpus": 1.0}, "target_gpus: 1 GPUs needed, 0 visible: is the driver loaded"),
+        ({"target_model": "/no/such/folder"}, "/no/such/folder: no such folder"),
+        ({"target_model": "no.gguf"}, "no.gguf: no such file"),
+        ({"max_model_len": 100_000}, "max_model_len: 100000 given, the model ends at 2048"),
+        ({"chat_template": Path("no.jinja")}, "chat_template: no.jinja: no such file"),
+        ({"token_file": Path("none.json")}, "none.json"),
+        ({"bind": Bind.NODE, "insecure": True, "target_model": "some/name"}, "target_model: 'some/name' given"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, object], wrong: str):
+    with pytest.raises((OutriderError, ValueError, OSError), match=wrong):
+        make_plan(DeployConfig(port=0, **options))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_name_that_is_nearly_right_is_asked_about(tmp_path: Path):
+    checkpoint(tmp_path / "llama-8b")
+    with pytest.raises(CheckpointError, match=r"did you mean .*llama-8b\?"):
+        make_plan(DeployConfig(port=0, target_model=str(tmp_path / "lama-8b")))
+
+
+def test_a_family_that_is_not_served_is_named(tmp_path: Path):
+    folder = checkpoint(tmp_path / "old", model_type="gpt2")
+    with pytest.raises(CheckpointError, match="model type 'gpt2' is not served"):
+        make_plan(DeployConfig(port=0, target_model=folder))
+
+
+def test_a_draft_needs_its_targets_tokenizer(tmp_path: Path):
+    folder = checkpoint(tmp_path / "draft")
+    document = json.loads((tmp_path / "draft" / "tokenizer.json").read_text())
+    (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps(document, indent=1))
+    # Other bytes, the same tokens.
+    make_plan(DeployConfig(port=0, target_model=str(embedded_target_path()), draft_model=folder))
+    document["model"]["merges"].pop()
+    (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"the tokenizers of .* differ"):
+        make_plan(DeployConfig(port=0, target_model=str(embedded_target_path()), draft_model=folder))
+
+
+def test_a_port_that_is_taken_is_named_with_its_option():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OutriderError, match=f"http_port: 127.0.0.1:{port} is taken: give another --http-port"):
+            make_plan(DeployConfig(port=0, http_port=port))
+
+
+def test_a_dry_run_imports_neither_ray_nor_torch():
+    code = (
+        "import sys; from outrider import cli; assert cli.run(['serve', '--dry-run', '--port', '0']) == 0; "
+        "assert not {'ray', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("model ")
+
+
+def test_errors_are_one_line_and_code_1(capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["serve", "/no/such/folder"]) == 1
+    assert capsys.readouterr().err == "error: /no/such/folder: no such folder\n"
+
+
+# ----------------------------------------------------------------------------------------------------- Hugging Face Hub
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one model, `acme/coder`: the embedded target in one revision."""
+
+    asked: list[str] = []  # noqa: RUF012 one server at a time
+
+    def do_GET(self) -> None:
+        self.serve()
+
+    def do_HEAD(self) -> None:
+        self.serve()
+
+    def serve(self) -> None:
+        self.asked.append(self.path)
+        files = {path.name: path for path in embedded_target_path().iterdir()}
+        name = self.path.rpartition("/")[2]
+        if not self.path.startswith(("/acme/coder/", "/api/models/acme/coder")):
+            self.answer(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
+        elif self.path.startswith("/api/"):
+            siblings = [{"rfilename": name, "size": path.stat().st_size} for name, path in files.items()]
+            tree = [
+                {"type": "file", "path": own["rfilename"], "oid": "e" * 40, "size": own["size"]} for own in siblings
+            ]
+            about = {"id": "acme/coder", "sha": "a" * 40, "siblings": siblings}
+            self.answer(200, json.dumps(tree if "/tree/" in self.path else about).encode())
+        elif name in files:
+            self.answer(200, files[name].read_bytes(), ETag=f'"{name}"', **{"X-Repo-Commit": "a" * 40})
+        else:
+            self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+
+    def answer(self, status: int, content: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a process that finds it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Hub.asked.clear()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    yield os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    server.shutdown()
+    server.server_close()
+
+
+PLANS = """
+import sys
+from outrider.deploy.config import DeployConfig
+from outrider.deploy.plan import make_plan
+plan = make_plan(DeployConfig(port=0, target_model="acme/coder"))
+print(*(model.missing for model in plan.missing))
+if "complete" in sys.argv:
+    plan = plan.completed()
+print(plan.config.target_model, *plan.config.served_model_name)
+"""
+
+
+def planned(hub: dict[str, str], *words: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", PLANS, *words], capture_output=True, text=True, env=hub, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_name_on_the_hub_is_looked_at_before_its_weights_are_loaded(hub: dict[str, str]):
+    assert planned(hub) == [
+        "load the weights of acme/coder from the Hugging Face Hub",
+        "acme/coder acme/coder",
+    ]
+    assert not any(path.endswith(".safetensors") for path in Hub.asked)
+    folder, name = planned(hub, "complete")[1].split()
+    assert name == "acme/coder"
+    assert (Path(folder) / "model-00001-of-00003.safetensors").is_file()
+    # What is in the cache is not asked for again.
+    Hub.asked.clear()
+    assert planned(hub) == ["", f"{folder} acme/coder"]
+    assert not Hub.asked
+    other = subprocess.run(
+        [sys.executable, "-m", "outrider.cli", "serve", "acme/other"],
+        capture_output=True,
+        text=True,
+        env=hub,
+        check=False,
+    )
+    assert other.returncode == 1
+    assert "acme/other: no folder, no file and no model in the cache is called so" in other.stderr
