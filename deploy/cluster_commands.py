@@ -23,7 +23,7 @@ Address = Annotated[
     str,
     typer.Option(
         metavar="auto|HOST:PORT|ray://HOST:PORT",
-        help="The Ray cluster. auto: that of `outrider up` on this machine, else the one this machine is part of.",
+        help="The Ray cluster. auto: that of `outrider serve` on this machine, else the one this machine is part of.",
     ),
 ]
 Name = Annotated[str, typer.Option(help="Of the deployment.")]
@@ -166,7 +166,7 @@ def _count(entry: str) -> tuple[str, int]:
 
 
 def means_deployment(ctx: typer.Context, name: str) -> bool:
-    """Whether a deployment is asked about: one is named, or one of `outrider up` runs on this machine."""
+    """Whether a deployment is asked about: one is named, or one of `outrider serve` runs on this machine."""
 
     def is_given(option: str) -> bool:
         source = ctx.get_parameter_source(option)

@@ -49,7 +49,7 @@ def attach(address: str, name: str) -> Any:
     """The controller of a deployment that runs, joining its cluster.
 
     Args:
-        address: "auto" is the Ray that `outrider up` has started on this machine for this name, else the cluster that
+        address: "auto" is the Ray that `outrider serve` has started on this machine for this name, else the cluster that
             this machine is part of; or host:port, or ray://host:port.
         name: of the deployment.
 
@@ -58,7 +58,7 @@ def attach(address: str, name: str) -> Any:
     """
     own = local_address(name) if address in ("auto", "local") else None
     if own is None and address == "local":
-        raise ConnectionError(f"no `outrider up` of the name {name} runs on this machine")
+        raise ConnectionError(f"no `outrider serve` of the name {name} runs on this machine")
     if not ray.is_initialized():
         _join(own or address, log_to_driver=False)
     try:

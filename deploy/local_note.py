@@ -1,4 +1,4 @@
-"""Where the Ray of an `outrider up` is, so that other terminals of the same user find it by the deployment's name."""
+"""Where the Ray of an `outrider serve` is, so that other terminals of the same user find it by the deployment's name."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ _CONNECT_TIMEOUT_S = 1.0
 def remember_local(name: str, address: str) -> None:
     """Writes down where the Ray of this process is, for as long as the process lives."""
     if (other := local_address(name)) is not None and _answers(other):
-        logger.warning("another `outrider up` of the name %s runs here, which other commands will find", name)
+        logger.warning("another `outrider serve` of the name %s runs here, which other commands will find", name)
         return
     path = _note_of(name)
     note = {"address": address, "pid": os.getpid()}
@@ -37,7 +37,7 @@ def forget_local(name: str) -> None:
 
 
 def local_address(name: str) -> str | None:
-    """Where the Ray of a running `outrider up` of this name is; None where none runs on this machine."""
+    """Where the Ray of a running `outrider serve` of this name is; None where none runs on this machine."""
     note = _read_note(name)
     if not note or not _is_running(note["pid"]):
         return None

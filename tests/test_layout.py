@@ -207,5 +207,5 @@ def test_the_console_script_answers():
     script = Path(sys.executable).parent / "outrider"
     done = run(str(script), "--help")
     assert done.returncode == 0, done.stderr
-    for command in ("up", "demo", "generate", "status", "coordinator", "draft-worker", "target-worker"):
+    for command in ("serve", "generate", "status", "coordinator", "draft-worker", "target-worker"):
         assert command in done.stdout

@@ -1,4 +1,4 @@
-"""How another terminal finds the Ray of `outrider up`, and how it shows who it is."""
+"""How another terminal finds the Ray of `outrider serve`, and how it shows who it is."""
 
 import os
 import socket
@@ -51,7 +51,7 @@ def test_a_second_one_of_a_name_leaves_the_note_of_the_first(folder: Path, caplo
         remember_local("mine", first)
         remember_local("mine", "127.0.0.1:7")
         assert local_address("mine") == first
-        assert "another `outrider up` of the name mine runs here" in caplog.text
+        assert "another `outrider serve` of the name mine runs here" in caplog.text
     # Its process number may be another program's by now: where nothing answers the note is out of date.
     remember_local("mine", "127.0.0.1:7")
     assert local_address("mine") == "127.0.0.1:7"

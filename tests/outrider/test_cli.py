@@ -105,7 +105,7 @@ def test_every_role_has_its_options(role: str, capsys: pytest.CaptureFixture[str
 def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([]) == 0
     out, err = capsys.readouterr()
-    assert all(name in out + err for name in ("up", "demo", "generate", "status", "coordinator"))
+    assert all(name in out + err for name in ("serve", "generate", "status", "coordinator"))
 
 
 @pytest.fixture

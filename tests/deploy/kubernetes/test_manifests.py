@@ -164,7 +164,7 @@ def test_every_command_is_one_that_outrider_has(manifests: list[Manifest], tmp_p
                 assert int(options["endpoint"].rpartition(":")[2]) in ports_of(template).values()
                 assert options["role"].value == component(template)
     on_ray = bool(of_kind(manifests, "RayCluster", "RayService"))
-    assert seen - {"up"} == ({"health"} if on_ray else {"health", *roles})
+    assert seen - {"serve"} == ({"health"} if on_ray else {"health", *roles})
 
 
 def _frozen(value: Any) -> Any:
@@ -172,7 +172,7 @@ def _frozen(value: Any) -> Any:
 
 
 def at_hand(words: list[str], manifests: list[Manifest], folder: Path) -> list[str]:
-    """The words with the settings where this machine has them: `up` looks whether its file is there."""
+    """The words with the settings where this machine has them: `serve` looks whether its file is there."""
     there = "/etc/outrider/settings/deployment.yaml"
     return [str(settings_file(manifests, folder)) if word == there else word for word in words]
 
@@ -215,7 +215,7 @@ def test_the_settings_fit_the_cluster(on_ray: list[Manifest], tmp_path: Path):
         assert f"{config.certs}/{role}.pem" in mounted_files(group["template"])
         assert f"{config.certs}/ca.pem" in mounted_files(group["template"])
         for model in (config.target_model, config.draft_model):
-            assert model is None or str(model.parent) in mount_paths(group["template"])
+            assert model is None or str(Path(model).parent) in mount_paths(group["template"])
     assert config.max_drafts is not None
     assert config.max_drafts < groups["draft"]["maxReplicas"]
     assert config.min_drafts == groups["draft"]["minReplicas"]
@@ -334,7 +334,7 @@ def port_rules(policy: Manifest) -> Iterator[Manifest]:
 
 def test_every_port_is_one_of_the_pods_that_are_meant(manifests: list[Manifest]):
     templates = list(pod_templates(manifests))
-    every_name = {name for template in templates if component(template) != "up" for name in ports_of(template)}
+    every_name = {name for template in templates if component(template) != "serve" for name in ports_of(template)}
     for service in of_kind(manifests, "Service"):
         meant = [template for template in templates if selects({"matchLabels": service["spec"]["selector"]}, template)]
         assert meant
