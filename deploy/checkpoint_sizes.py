@@ -55,7 +55,7 @@ def _loaded_bytes(file: Path, number_bytes: int) -> int:
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(length)) if length < file.stat().st_size else None
+            header = json.loads(content.read(length) if length < file.stat().st_size else b"")
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         return sum(
             math.prod(entry["shape"]) * (1 if entry["dtype"] in _EIGHT_BITS else number_bytes) for entry in tensors

@@ -49,8 +49,8 @@ def attach(address: str, name: str) -> Any:
     """The controller of a deployment that runs, joining its cluster.
 
     Args:
-        address: "auto" is the Ray that `outrider serve` has started on this machine for this name, else the cluster that
-            this machine is part of; or host:port, or ray://host:port.
+        address: "auto" is the Ray that `outrider serve` has started on this machine for this name, else the cluster
+            that this machine is part of; or host:port, or ray://host:port.
         name: of the deployment.
 
     Raises:

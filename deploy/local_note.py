@@ -1,4 +1,4 @@
-"""Where the Ray of an `outrider serve` is, so that other terminals of the same user find it by the deployment's name."""
+"""Where the Ray of an `outrider serve` is: other terminals of the same user find it by the deployment's name."""
 
 import json
 import logging

@@ -2,12 +2,14 @@
 
 import difflib
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.checkpoint_json import check_family, read_json_object
-from outrider.deploy import gguf_checkpoint
 from outrider.errors import CheckpointError, OutriderError
+from outrider.models.gguf import check_architecture, folder_of_gguf
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # What says how a model is built and read; and its weights, of which no other kind is loaded.
@@ -46,8 +48,8 @@ def find_model(given: str) -> ModelFiles:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError(_no_such(path, "file"))
-        gguf_checkpoint.check_architecture(path)
-        folder = gguf_checkpoint.folder_of(path)
+        check_architecture(path)
+        folder = folder_of_gguf(path)
         done = folder.is_dir()
         missing = "" if done else f"convert {path.name} into a checkpoint of float32 in {folder}"
         return ModelFiles(given=given, name=path.stem, folder=folder if done else None, missing=missing)
@@ -65,14 +67,16 @@ def complete(model: ModelFiles) -> ModelFiles:
     """Do what is missing, which may take minutes.
 
     Raises:
-        MissingPackage: an extra is needed for it.
-        CheckpointError: a file cannot be read as a model.
+        CheckpointError: a file cannot be read as a model, or an extra is needed for it.
         OutriderError: the Hub does not have it, or cannot be reached.
     """
     if not model.missing:
         return model
     if model.folder is None:
-        gguf_checkpoint.convert(Path(model.given).expanduser())
+        command = [sys.executable, "-m", "outrider.models.gguf", str(Path(model.given).expanduser())]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise CheckpointError((done.stderr.strip().splitlines() or [f"{model.given}: {done.returncode}"])[-1])
     else:
         _snapshot(model.given, (*_DESCRIPTIONS, *_WEIGHTS))
     return find_model(model.given)

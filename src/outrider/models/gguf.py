@@ -1,26 +1,65 @@
 """From a `.gguf` file to an ordinary checkpoint: weights dequantised, tokenizer and chat template beside them.
 
-A file is read once: what comes of it stays in a cache folder, under the file's own hash.
+A file is read once: what comes of it stays in a cache folder, under the file's own hash. Who needs the folder alone needs
+no PyTorch: `python -m outrider.models.gguf FILE` makes it.
 """
 
 import hashlib
 import importlib.util
 import os
 import shutil
+import struct
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from outrider.errors import CheckpointError, MissingPackage
+from outrider.errors import CheckpointError, MissingPackage, OutriderError
 
 _NEEDED = ("gguf", "accelerate")
 _CHUNK_BYTES = 1 << 22
+# llama is also what Mistral's files say.
+_SERVED = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+_ARCHITECTURE, _STRING = "general.architecture", 8
+# Bytes of a value, by the number of its type; strings and lists have no fixed size.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_MOST_TEXT = 1 << 16
 
 
 def cache_folder() -> Path:
     """Return where checkpoints of `.gguf` files are kept: $OUTRIDER_CACHE, else the user's cache folder."""
     own = os.environ.get("OUTRIDER_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def check_architecture(file: Path) -> None:
+    """Check that the first bytes of a file name an architecture that is served.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    with file.open("rb") as content:
+        if content.read(4) != b"GGUF":
+            raise CheckpointError(f"{file}: no GGUF file")
+        try:
+            found = _read_architecture(content)
+        except (struct.error, ValueError) as error:
+            raise CheckpointError(f"{file}: its header cannot be read; copy it again") from error
+    if found not in _SERVED:
+        raise CheckpointError(f"{file}: model type {found!r} is not served; these are: {', '.join(_SERVED)}")
+
+
+def folder_of_gguf(file: Path, cache: Path | None = None) -> Path:
+    """Return where the checkpoint of a file is, or will be.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        digest = _digest(file)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    return (cache or cache_folder()) / "gguf" / f"{file.stem}-{digest[:16]}"
 
 
 def checkpoint_of_gguf(file: Path, cache: Path | None = None) -> Path:
@@ -38,11 +77,7 @@ def checkpoint_of_gguf(file: Path, cache: Path | None = None) -> Path:
     """
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise MissingPackage(f"{file}: reading it needs {' and '.join(missing)}: pip install 'outrider[gguf]'")
-    try:
-        digest = _digest(file)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    folder = (cache or cache_folder()) / "gguf" / f"{file.stem}-{digest[:16]}"
+    folder = folder_of_gguf(file, cache)
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +101,30 @@ def _digest(file: Path) -> str:
     return found.hexdigest()
 
 
+def _read_architecture(content: BinaryIO) -> str | None:
+    """The value of its key, if it stands before the first list."""
+    _, _, entries = struct.unpack("<IQQ", content.read(20))
+    for _ in range(entries):
+        key = _read_text(content)
+        (kind,) = struct.unpack("<I", content.read(4))
+        if kind == _STRING:
+            value = _read_text(content)
+            if key == _ARCHITECTURE:
+                return value
+        elif kind in _SIZES:
+            content.read(_SIZES[kind])
+        else:
+            break
+    return None
+
+
+def _read_text(content: BinaryIO) -> str:
+    (length,) = struct.unpack("<Q", content.read(8))
+    if length > _MOST_TEXT:
+        raise ValueError(f"a text of {length} bytes")
+    return content.read(length).decode("utf-8")
+
+
 def _write(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -80,3 +139,10 @@ def _write(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{file}: no model can be read from it: {' '.join(str(error).split())[:300]}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    try:
+        checkpoint_of_gguf(Path(sys.argv[1]))
+    except (OutriderError, OSError) as error:
+        sys.exit(str(error))

@@ -362,15 +362,15 @@ def test_only_who_has_to_talk_may_talk(built: Built, overlay: str):
         ("target", "workers", "coordinator"),
         ("draft", "workers", "coordinator"),
     }
-    if "up" in pods:
-        own.add(("up", "client", "head"))
+    if "serve" in pods:
+        own.add(("serve", "client", "head"))
     rays = set() if overlay == "plain" else {"gcs", "dashboard", "node-manager", "object-manager"}
     rays |= set() if overlay == "plain" else {"runtime-env", "agent-grpc", "agent", "metrics"}
     between = {
         (source, name, target)
-        for source in pods.keys() - {"up"}
+        for source in pods.keys() - {"serve"}
         for target, callee in pods.items()
-        if target not in (source, "up")
+        if target not in (source, "serve")
         for name in rays & ports_of(callee).keys()
     }
     # Whoever wears the label reaches the clients' doors of coordinators; who wears nothing reaches nobody.
@@ -381,7 +381,7 @@ def test_only_who_has_to_talk_may_talk(built: Built, overlay: str):
             (source, name, target)
             for source, caller in callers.items()
             for target, callee in pods.items()
-            if target not in (source, "up")
+            if target not in (source, "serve")
             for name in ports_of(callee)
             if permits(manifests, caller, callee, name)
         }

@@ -122,3 +122,22 @@ def test_what_cannot_be_read_is_said_and_leaves_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(own.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match=r"gguf and accelerate: pip install 'outrider\[gguf\]'"):
         own.checkpoint_of_gguf(file, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"no model", "no GGUF file"),
+        (b"GGUF\x03\0", "its header cannot be read"),
+        (
+            b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x14" + bytes(7) + b"general.architecture"
+            b"\x08\0\0\0" + b"\x05" + bytes(7) + b"mamba",
+            "model type 'mamba' is not served",
+        ),
+    ],
+)
+def test_what_is_no_model_of_ours_is_said_without_reading_it(tmp_path: Path, content: bytes, wrong: str):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=wrong):
+        own.check_architecture(file)
