@@ -13,7 +13,7 @@ import ray.util
 
 from outrider.awake import cores_awake
 from outrider.deploy.telemetry import Telemetry
-from outrider.start_progress import LatestStage
+from outrider.start_progress import Stages
 from outrider.tracing import exporting
 from outrider.v1 import generation_pb2
 
@@ -36,7 +36,7 @@ class RoleReport:
         node_id: Ray's, of its machine.
         address: host:port of its server; None while it loads.
         failure: why its server ended by itself; None while it has not.
-        stage: what it does before it serves, or did last; None where it has said nothing.
+        stages: what it has said of its start so far.
     """
 
     pid: int
@@ -44,7 +44,7 @@ class RoleReport:
     node_id: str
     address: str | None
     failure: str | None
-    stage: str | None = None
+    stages: tuple[str, ...] = ()
 
 
 class RoleActor:
@@ -64,7 +64,7 @@ class RoleActor:
         keep_cores_awake: int = 0,
     ) -> None:
         telemetry.start_log(name)
-        self._stage = LatestStage()
+        self._stages = Stages()
         self._otlp_endpoint = telemetry.otlp_endpoint
         self._cores, self._settle = keep_cores_awake, lambda: None
         self._role = name.rpartition("/")[2].rpartition("-")[0]
@@ -84,7 +84,7 @@ class RoleActor:
             node_id=self._node_id,
             address=self._address,
             failure=self._failure,
-            stage=self._stage.text,
+            stages=tuple(self._stages.texts),
         )
 
     async def stop(self) -> None:

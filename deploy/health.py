@@ -79,11 +79,11 @@ class RoleHandle:
         if self.pid is not None and report.pid != self.pid:
             self.restarts += 1
             logger.warning("%s runs again, pid %d", self.name, report.pid)
-        before, self.report = self.report, report
-        self.pid, self.node_id = report.pid, report.node_id
+        known = 0 if self.report is None or self.report.pid != report.pid else len(self.report.stages)
+        self.report, self.pid, self.node_id = report, report.pid, report.node_id
+        for stage in report.stages[known:]:
+            self.tell(f"{self.name}: {stage}")
         if report.address is None:
-            if report.stage is not None and (before is None or before.stage != report.stage):
-                self.tell(f"{self.name}: {report.stage}")
             return
         self.failure = None
         if self.lost_s is not None:

@@ -27,6 +27,7 @@ LOOPBACK = "127.0.0.1"
 _CPU_KV_BYTES = 1 << 30
 # A process's context, its graphs and the activations of its largest step, where it shares a GPU.
 _BESIDE_BYTES = 1_500_000_000
+_LEAST_QUEUE = 1000
 _NO_SIZES = CheckpointSizes(weights=0, kv=0, longest=0, vocab_size=0)
 
 
@@ -289,9 +290,11 @@ def _lines(
     running = config.max_running_sessions or config.targets * config.max_num_seqs
     longest = config.max_model_len or target.longest
     tokens = f" of at most {longest:,} tokens each" if longest else ""
-    queue = "a queue as the coordinator works it out" if config.max_queue is None else f"a queue of {config.max_queue}"
+    # Below it a coordinator's queue never is by itself; what begins within a minute makes it longer.
+    least = max(_LEAST_QUEUE, 4 * running)
+    queue = f"{least:,} or more may wait" if config.max_queue is None else f"{config.max_queue:,} may wait"
     options = "--max-num-seqs, --max-running-sessions, --max-queue, --max-model-len"
-    yield _line("sessions", f"{running} at a time{tokens}, and {queue}", options)
+    yield _line("sessions", f"{running} at a time{tokens}; {queue}", options)
     host = LOOPBACK if config.bind is Bind.LOOPBACK else "each coordinator's machine"
     access = "whoever reaches it" if config.token_file is None else "with a token"
     doors = f"gRPC at {host}:{config.port or 'a free port'}, OpenAI's API at :{config.first_http_port or 'a free port'}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.addresses import Resolve
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 from outrider.deploy.resources import target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
@@ -101,9 +102,14 @@ async def serve_coordinator(
     """The coordinator of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
     from outrider.coordinator import server
-    from outrider.coordinator.sessions.config import CoordinatorConfig
 
-    role = CoordinatorConfig(
+    own = coordinator_config(config, host=host, port=port, worker_port=worker_port)
+    await server.serve(own, ready=ready, stop=stop, peers=peers, tell=tell)
+
+
+def coordinator_config(config: DeployConfig, *, host: str, port: int, worker_port: int) -> CoordinatorConfig:
+    """A coordinator's own configuration."""
+    return CoordinatorConfig(
         host=host,
         port=port,
         worker_port=worker_port if config.certs is not None else None,
@@ -127,7 +133,6 @@ async def serve_coordinator(
         token_file=config.token_file,
         **security(config, Role.COORDINATOR),
     )
-    await server.serve(role, ready=ready, stop=stop, peers=peers, tell=tell)
 
 
 async def serve_target(

@@ -140,7 +140,8 @@ def read_model_info(
     try:
         vocab_size, longest = int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError) as error:
-        check_family(config, folder)
+        if "model_type" in config:
+            check_family(config, folder)  # which may call these otherwise
         raise CheckpointError(f"{folder}/config.json: vocab_size and max_position_embeddings are needed") from error
     if max_model_len is not None and max_model_len > longest:
         raise CheckpointError(f"{folder}: max_model_len {max_model_len} given, the model ends at {longest}")

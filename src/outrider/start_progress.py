@@ -18,15 +18,15 @@ def report_weights(loaded: int, total: int, *, step: int) -> None:
         report_stage(f"weights: {loaded / 1e9:.1f} of {total / 1e9:.1f} GB")
 
 
-class LatestStage(logging.Handler):
-    """Keeps the latest stage of this process in `text`; None before the first."""
+class Stages(logging.Handler):
+    """Keeps what this process has said in `texts`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.text: str | None = None
+        self.texts: list[str] = []
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take a record."""
-        self.text = record.getMessage()
+        self.texts.append(record.getMessage())

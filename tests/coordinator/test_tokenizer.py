@@ -121,6 +121,10 @@ def test_end_of_sequence_ids(tmp_path: Path, config: object, generation: object,
 def test_broken_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         read_model_info(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_positions": 1024}')
+    with pytest.raises(CheckpointError, match="model type 'gpt2' is not served"):
+        read_model_info(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="vocab_size"):
         read_model_info(checkpoint(tmp_path, {"max_position_embeddings": 4}))
     with pytest.raises(CheckpointError, match="not a JSON object"):

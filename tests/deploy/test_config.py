@@ -7,7 +7,7 @@ import pytest
 
 from outrider.deploy.config import NGRAM_FIELDS, Bind, DeployConfig, amounts
 from outrider.deploy.resources import asked_draft_gpus, asked_target_gpus, shared_gpus, target_threads
-from outrider.deploy.roles import WorkerSetting, draft_config, target_config
+from outrider.deploy.roles import WorkerSetting, coordinator_config, draft_config, target_config
 from outrider.draft_worker.config import DraftWorkerConfig
 
 
@@ -158,3 +158,16 @@ def test_what_drafts_is_worked_out_from_the_models():
     assert draft_config(DeployConfig(target_model="big"), setting, host="127.0.0.1").model_path == "big"
     assert draft_config(DeployConfig(draft_kv_bytes=5), setting, host="127.0.0.1").kv_bytes == 5
     assert target_config(DeployConfig(target_kv_bytes=6), setting, host="127.0.0.1").kv_bytes == 6
+
+
+def test_a_coordinator_has_what_users_ask_of_it():
+    config = DeployConfig(
+        stop_timeout_s=7.0, targets=2, max_num_seqs=10, max_queue=3, served_model_name=("a", "b"), http_cors=("*",)
+    )
+    own = coordinator_config(config, host="127.0.0.1", port=1, worker_port=1)
+    assert (own.drain_s, own.max_running_sessions, own.max_queue) == (7.0, 20, 3)
+    assert (own.served_model_name, own.http_cors, own.http_port) == (("a", "b"), ("*",), 8000)
+    assert (
+        coordinator_config(DeployConfig(max_running_sessions=5), host="127.0.0.1", port=1, worker_port=1).drain_s
+        == 10.0
+    )

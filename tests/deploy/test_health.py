@@ -1,6 +1,7 @@
 """How long an actor may be silent, and how long one that fails is left alone."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -56,15 +57,17 @@ async def test_a_role_that_fails_again_and_again_gets_longer_pauses(monkeypatch:
 def test_a_loss_is_told_until_it_is_made_good():
     told: list[str] = []
     handle = RoleHandle(name="draft-0", role=Role.DRAFT, tell=told.append)
-    loading = RoleReport(pid=7, node="n", node_id="i", address=None, failure=None, stage="weights: 1 of 2 GB")
-    serving = RoleReport(pid=7, node="n", node_id="i", address="h:1", failure=None, stage="weights: 1 of 2 GB")
+    loading = RoleReport(pid=7, node="n", node_id="i", address=None, failure=None, stages=("weights: 1 of 2 GB",))
+    serving = RoleReport(
+        pid=7, node="n", node_id="i", address="h:1", failure=None, stages=("weights: 1 of 2 GB", "KV: 9 tokens")
+    )
     for report in (loading, loading, serving, serving):
         handle.note(report)
-    assert told == ["draft-0: weights: 1 of 2 GB"]
+    assert told == ["draft-0: weights: 1 of 2 GB", "draft-0: KV: 9 tokens"]
     handle.lose("its process 7 is gone")
-    assert told[1:] == [
+    assert told[2:] == [
         "draft-0 is lost: its process 7 is gone. Decoding goes on, only slower. Starting it anew",
     ]
-    handle.note(serving)
-    assert len(told) == 3
-    assert told[2].startswith("draft-0 serves again, after 0.")
+    handle.note(dataclasses.replace(serving, pid=8, stages=()))
+    assert len(told) == 4
+    assert told[3].startswith("draft-0 serves again, after 0.")

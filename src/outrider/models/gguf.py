@@ -1,7 +1,7 @@
 """From a `.gguf` file to an ordinary checkpoint: weights dequantised, tokenizer and chat template beside them.
 
-A file is read once: what comes of it stays in a cache folder, under the file's own hash. Who needs the folder alone needs
-no PyTorch: `python -m outrider.models.gguf FILE` makes it.
+A file is read once: what comes of it stays in a cache folder, under the file's own hash. Who needs the folder alone
+needs no PyTorch: `python -m outrider.models.gguf FILE` makes it.
 """
 
 import hashlib
