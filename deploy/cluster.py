@@ -10,7 +10,7 @@ import ray.exceptions
 
 from outrider.deploy import placement
 from outrider.deploy.config import DeployConfig
-from outrider.deploy.connection import NAMESPACE, connect
+from outrider.deploy.connection import NAMESPACE, connect, sigterm_kept
 from outrider.deploy.controller import Controller
 from outrider.deploy.local_note import forget_local, remember_local
 from outrider.deploy.roles import Roles
@@ -91,7 +91,8 @@ class Deployment:
         """Returns the coordinators' addresses once every worker serves through each."""
         try:
             # In threads, as all that may take Ray long: this process has to hear when it is told to stop.
-            self._owns_ray = await asyncio.to_thread(connect, self._config)
+            with sigterm_kept():
+                self._owns_ray = await asyncio.to_thread(connect, self._config)
             if self._owns_ray and self._config.address == "local":
                 remember_local(self._config.name, ray.get_runtime_context().gcs_address)
             await self._find_or_create()

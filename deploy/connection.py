@@ -1,10 +1,12 @@
 """Joining a Ray cluster, or starting one on this machine, where other terminals of the same user find it by name."""
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -60,7 +62,8 @@ def attach(address: str, name: str) -> Any:
     if own is None and address == "local":
         raise ConnectionError(f"no `outrider serve` of the name {name} runs on this machine")
     if not ray.is_initialized():
-        _join(own or address, log_to_driver=False)
+        with sigterm_kept():
+            _join(own or address, log_to_driver=False)
     try:
         return ray.get_actor(f"{name}/controller", namespace=NAMESPACE)
     except ValueError:
@@ -72,12 +75,22 @@ def _join(address: str, **options: Any) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     _check_reachable(address)
+    _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
+
+
+@contextlib.contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Give SIGTERM back to this process after the block, in which Ray is joined.
+
+    Ray takes it for itself, in whatever thread it is joined, and would exit without stopping the roles.
+    """
     on_main_thread = threading.current_thread() is threading.main_thread()
     sigterm = signal.getsignal(signal.SIGTERM) if on_main_thread else None
-    _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
-    # Ray takes SIGTERM for itself and would exit without stopping the roles.
-    if on_main_thread and sigterm is not None:
-        signal.signal(signal.SIGTERM, sigterm)
+    try:
+        yield
+    finally:
+        if sigterm is not None:
+            signal.signal(signal.SIGTERM, sigterm)
 
 
 def _init(**options: Any) -> None:

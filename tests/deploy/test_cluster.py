@@ -78,6 +78,9 @@ class Registry(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
 
+    async def GetServerInfo(self, request, context):  # noqa: N802 (the protocol's name)
+        return self.info()
+
     def info(self) -> generation_pb2.ServerInfo:
         info = generation_pb2.ServerInfo(running_sessions=3, version=json.dumps(what_this_process_tells()))
         for note in SERVING.glob(f"{self._deployment}.*"):
