@@ -9,6 +9,8 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
+from outrider.deploy.config import DeployConfig
+from outrider.deploy.plan import make_plan
 from outrider.errors import CheckpointError, MissingPackage
 from outrider.models import gguf as own
 
@@ -141,3 +143,17 @@ def test_what_is_no_model_of_ours_is_said_without_reading_it(tmp_path: Path, con
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=wrong):
         own.check_architecture(file)
+
+
+def test_serve_has_it_made_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    write(file, tiny_llama(), gguf.GGMLQuantizationType.F32)
+    plan = make_plan(DeployConfig(port=0, target_model=str(file)))
+    assert [model.missing.partition(" in /")[0] for model in plan.missing] == [
+        "convert tiny.gguf into a checkpoint of float32"
+    ]
+    done = plan.completed()
+    assert not done.missing
+    assert done.config.target_model == str(own.checkpoint_of_gguf(file))
+    assert done.config.served_model_name == ("tiny",)
