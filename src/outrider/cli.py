@@ -79,6 +79,7 @@ def build_app() -> typer.Typer:
     from outrider.coordinator.loadtest.command import loadtest_command
     from outrider.coordinator.sessions.config import CoordinatorConfig
     from outrider.deploy import cluster_commands, reload_command
+    from outrider.deploy.bench_command import bench
     from outrider.deploy.serve_command import serve
     from outrider.doctor import doctor
     from outrider.draft_worker.config import DraftWorkerConfig
@@ -96,6 +97,7 @@ def build_app() -> typer.Typer:
     app.callback()(_common_options)
     app.command("serve")(serve)
     app.command("generate")(commands.generate_command(local_endpoint))
+    app.command("bench")(bench)
     app.command("loadtest")(loadtest_command(local_endpoint))
     app.command("status")(cluster_commands.status)
     app.command("top")(top)
