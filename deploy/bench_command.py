@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider import __version__
 from outrider.coordinator.bench.comparing import ALL, document, findings, gains, table
 from outrider.coordinator.bench.door import tokenize
-from outrider.coordinator.bench.measuring import Pair, measure
+from outrider.coordinator.bench.measuring import Pair, measure, requests_of
 from outrider.coordinator.bench.prompts import DEFAULT_FILE, BenchPrompt, embedded_prompts, read_prompts
 from outrider.coordinator.loadtest.client_process import Access, address_of
 from outrider.deploy.config import DeployConfig
@@ -28,8 +28,6 @@ from outrider.deploy.ray_token import prefer_token
 from outrider.errors import LoadtestFailed
 from outrider.ports import free_port
 from outrider.security.commands import TlsCa, TokenPath, client_options
-
-_PASSES = 3  # a prompt's requests: one for the prefix cache, one without speculation, one with it
 
 
 def bench(
@@ -92,8 +90,9 @@ def bench(
                 notes.print(f"left out, too long for the model: {', '.join(found.left_out)}")
             if not found.has_template:
                 notes.print("the model has no chat template: conversations are sent as plain text")
+            notes.print(f"{len(found.prompts)} prompts for {found.model}, off and {speculation}", markup=False)
             with _progress(notes) as progress:
-                task = progress.add_task(f"off and {speculation}", total=_PASSES * len(found.prompts))
+                task = progress.add_task("requests", total=requests_of(len(found.prompts)))
                 pairs = await measure(
                     found,
                     access,
@@ -109,7 +108,7 @@ def bench(
     found = gains(pairs)
     console = Console(highlight=False)
     if found:
-        console.print(table(found, speculation=speculation))
+        console.print(table(found))
     for line in findings(found, pairs):
         console.print(line, markup=False, soft_wrap=True)
     if output_json is not None:

@@ -109,10 +109,10 @@ def _interval(pairs: Sequence[Pair]) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------------------- shown
 
 
-def table(found: Mapping[str, Gain], *, speculation: str) -> Table:
+def table(found: Mapping[str, Gain]) -> Table:
     """Return the figures as a table of less than 80 columns."""
     shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    titles = ("category", "prompts", "off tok/s", f"{speculation} tok/s", "gain", "95 %", "accepted", "equal", "")
+    titles = ("category", "off tok/s", "on tok/s", "gain", "95 %", "accepted", "equal", "")
     for title in titles:
         shown.add_column(title, justify="left" if title in {"category", ""} else "right", no_wrap=True)
     for name, gain in found.items():
@@ -121,7 +121,6 @@ def table(found: Mapping[str, Gain], *, speculation: str) -> Table:
         interval = "" if gain.interval is None else "{:.2f}-{:.2f}".format(*gain.interval)
         shown.add_row(
             escape(name[:12]),
-            str(gain.prompts),
             f"{gain.off_tokens_per_s:.1f}",
             f"{gain.on_tokens_per_s:.1f}",
             f"{gain.speedup:.2f}x",

@@ -19,6 +19,8 @@ from outrider.coordinator.loadtest.senders import Ask
 from outrider.coordinator.loadtest.workloads import FromFile, Prompt, Turn
 from outrider.security.tls import TlsConfig
 
+_WARMUP_TOKENS = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -52,6 +54,11 @@ class Pair:
         return self.off.token_ids == self.on.token_ids
 
 
+def requests_of(prompts: int) -> int:
+    """Return how many requests the measurement of so many prompts sends."""
+    return 3 * prompts + 1
+
+
 async def measure(
     tokenized: Tokenized,
     access: Access,
@@ -65,16 +72,13 @@ async def measure(
     """Return every prompt's two answers, at temperature 0.
 
     Args:
-        tokenized: the prompts.
+        tokenized: the prompts, one at least.
         access: how clients get in.
         endpoint: host:port of the OpenAI door.
         speculation: mode that is compared with off.
         max_concurrency: requests under way.
         timeout_s: after which a request has failed.
-        on_answer: called after each request, three times a prompt.
-
-    Raises:
-        LoadtestFailed: the service refuses the first request.
+        on_answer: called after each request, `requests_of` times.
     """
     tls = None if access.tls_ca is None else TlsConfig(ca=access.tls_ca)
     sender = _OutputKeeper(HttpSender([endpoint], model=tokenized.model, tls=tls, token=access.token), on_answer)
@@ -88,52 +92,52 @@ async def measure(
         timeout=timeout_s,
     )
 
-    async def run(mode: Mode, numbers: Sequence[int], *, is_warmup: bool = False) -> dict[int, Answer]:
-        turns = [
-            Turn(prompt=prompts[number].token_ids, max_new_tokens=1 if is_warmup else prompts[number].max_new_tokens)
-            for number in numbers
-        ]
-        job = _job(config, mode, turns)
-        driver = Driver(job, sender, begin_s=time.monotonic(), counters=[0] * COUNTERS)
-        records = (await driver.run()).records
-        return {
-            numbers[record.index]: Answer(record=record, token_ids=sender.taken(record.index)) for record in records
-        }
+    async def send(mode: Mode, turns: Sequence[Turn]) -> list[Answer]:
+        """Answers in the order of the turns."""
+        own = replace(config, num_prompts=len(turns), speculation=mode)
+        workload = FromFile(entries=[(turn,) for turn in turns], seed=0)
+        job = Job(config=own, point=own.points()[0], workload=workload)
+        driven = await Driver(job, sender, begin_s=time.monotonic(), counters=[0] * COUNTERS).run()
+        records = sorted(driven.records, key=lambda record: record.index)
+        return [Answer(record=record, token_ids=sender.taken(record.index)) for record in records]
 
-    answers: dict[Mode, dict[int, Answer]] = {"off": {}, speculation: {}}
+    first, second = _halves(prompts)
+    passes: list[tuple[Mode, list[int]]] = [
+        ("off", first),
+        (speculation, first),
+        (speculation, second),
+        ("off", second),
+    ]
+    answers: dict[tuple[Mode, int], Answer] = {}
     try:
-        if prompts:
-            for mode in answers:
-                await Driver(
-                    _job(config, mode, [Turn(prompt=prompts[0].token_ids, max_new_tokens=prompts[0].max_new_tokens)]),
-                    sender,
-                    begin_s=time.monotonic(),
-                    counters=[0] * COUNTERS,
-                ).warm_up(1)
-        await run("off", range(len(prompts)), is_warmup=True)
-        first, second = _halves(prompts)
-        for mode, numbers in (("off", first), (speculation, first), (speculation, second), ("off", second)):
-            answers[mode] |= await run(mode, numbers)
+        await send("off", [Turn(prompt=prompt.token_ids, max_new_tokens=1) for prompt in prompts])
+        # The first draft steps of a service are slow. No whole prompt: n-grams would know its output from then on.
+        begun = prompts[0].token_ids[: 1 + len(prompts[0].token_ids) // 2]
+        await send(speculation, [Turn(prompt=begun, max_new_tokens=_WARMUP_TOKENS)])
+        for mode, numbers in passes:
+            if numbers:
+                turns = [
+                    Turn(prompt=prompts[number].token_ids, max_new_tokens=prompts[number].max_new_tokens)
+                    for number in numbers
+                ]
+                answers.update(zip([(mode, number) for number in numbers], await send(mode, turns), strict=True))
     finally:
         await sender.close()
     return [
-        Pair(prompt=prompt, off=answers["off"][number], on=answers[speculation][number])
+        Pair(prompt=prompt, off=answers["off", number], on=answers[speculation, number])
         for number, prompt in enumerate(prompts)
     ]
-
-
-def _job(config: LoadtestConfig, mode: Mode, turns: Sequence[Turn]) -> Job:
-    own = replace(config, num_prompts=max(1, len(turns)), speculation=mode)
-    return Job(config=own, point=own.points()[0], workload=FromFile(entries=[(turn,) for turn in turns], seed=0))
 
 
 def _halves(prompts: Sequence[TokenizedPrompt]) -> tuple[list[int], list[int]]:
     """Every other prompt of each category."""
     halves: tuple[list[int], list[int]] = ([], [])
-    seen: dict[str, int] = {}
+    turns: dict[str, int] = {}
     for number, prompt in enumerate(prompts):
-        place = seen[prompt.prompt.category] = seen.get(prompt.prompt.category, -1) + 1
-        halves[place % 2].append(number)
+        # Categories of one prompt take turns, too.
+        turn = turns.get(prompt.prompt.category, len(turns) % 2)
+        halves[turn].append(number)
+        turns[prompt.prompt.category] = 1 - turn
     return halves
 
 
