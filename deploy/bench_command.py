@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider import __version__
 from outrider.coordinator.bench.comparing import ALL, document, findings, gains, table
-from outrider.coordinator.bench.door import tokenize
+from outrider.coordinator.bench.door import Tokenized, tokenize
 from outrider.coordinator.bench.measuring import Pair, measure, requests_of
 from outrider.coordinator.bench.prompts import DEFAULT_FILE, BenchPrompt, embedded_prompts, read_prompts
 from outrider.coordinator.loadtest.client_process import Access, address_of
@@ -28,6 +28,8 @@ from outrider.deploy.ray_token import prefer_token
 from outrider.errors import LoadtestFailed
 from outrider.ports import free_port
 from outrider.security.commands import TlsCa, TokenPath, client_options
+
+_FAILED, _INTERRUPTED = 1, 130
 
 
 def bench(
@@ -80,7 +82,7 @@ def bench(
         access = replace(access, tls_ca=config.certs / "ca.pem")
     notes = Console(stderr=True, highlight=False)
 
-    async def run() -> tuple[str, list[Pair]]:
+    async def run() -> tuple[Tokenized, list[Pair]]:
         door = served(address_of(endpoint or "")) if config is None else started(config, notes)
         async with door as address:
             found = await tokenize(address, asked, access)
@@ -102,9 +104,9 @@ def bench(
                     timeout_s=timeout_s,
                     on_answer=lambda: progress.advance(task),
                 )
-            return found.model, pairs
+            return found, pairs
 
-    served_model, pairs = asyncio.run(_ended_by_sigterm(run))
+    tokenized, pairs = asyncio.run(_ended_by_sigterm(run))
     found = gains(pairs)
     console = Console(highlight=False)
     if found:
@@ -116,7 +118,7 @@ def bench(
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "version": __version__,
             "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-            "model": served_model,
+            "model": tokenized.model,
             "draft": draft,
             "endpoint": endpoint,
             "prompts_file": None if prompts is None else str(prompts),
@@ -128,8 +130,11 @@ def bench(
             json.dumps(head | {"figures": document(found, pairs)}, indent=2) + "\n", encoding="utf-8"
         )
         notes.print(f"wrote {output_json}", markup=False)
+    if len(pairs) < len(tokenized.prompts):
+        notes.print("interrupted: the figures are of the prompts that had both answers by then")
+        raise typer.Exit(_INTERRUPTED)
     if ALL not in found or found[ALL].failed:
-        raise typer.Exit(1)
+        raise typer.Exit(_FAILED)
 
 
 def service_config(model: str | None, draft: str | None, config_file: Path | None) -> DeployConfig:

@@ -69,7 +69,7 @@ async def measure(
     timeout_s: float,
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[Pair]:
-    """Return every prompt's two answers, at temperature 0.
+    """Return every prompt's two answers, at temperature 0; where Ctrl-C ends it, of the prompts that have both.
 
     Args:
         tokenized: the prompts, one at least.
@@ -92,40 +92,43 @@ async def measure(
         timeout=timeout_s,
     )
 
-    async def send(mode: Mode, turns: Sequence[Turn]) -> list[Answer]:
-        """Answers in the order of the turns."""
+    async def send(mode: Mode, turns: Sequence[Turn]) -> dict[int, Answer]:
+        """Answers by the turns' places; fewer than turns where the process is interrupted."""
         own = replace(config, num_prompts=len(turns), speculation=mode)
         workload = FromFile(entries=[(turn,) for turn in turns], seed=0)
         job = Job(config=own, point=own.points()[0], workload=workload)
         driven = await Driver(job, sender, begin_s=time.monotonic(), counters=[0] * COUNTERS).run()
-        records = sorted(driven.records, key=lambda record: record.index)
-        return [Answer(record=record, token_ids=sender.taken(record.index)) for record in records]
+        return {record.index: Answer(record=record, token_ids=sender.taken(record.index)) for record in driven.records}
 
+    # The first draft steps of a service are slow. No whole prompt: n-grams would know its output from then on.
+    begun = prompts[0].token_ids[: 1 + len(prompts[0].token_ids) // 2]
     first, second = _halves(prompts)
-    passes: list[tuple[Mode, list[int]]] = [
-        ("off", first),
-        (speculation, first),
-        (speculation, second),
-        ("off", second),
-    ]
     answers: dict[tuple[Mode, int], Answer] = {}
-    try:
-        await send("off", [Turn(prompt=prompt.token_ids, max_new_tokens=1) for prompt in prompts])
-        # The first draft steps of a service are slow. No whole prompt: n-grams would know its output from then on.
-        begun = prompts[0].token_ids[: 1 + len(prompts[0].token_ids) // 2]
-        await send(speculation, [Turn(prompt=begun, max_new_tokens=_WARMUP_TOKENS)])
+
+    async def run() -> None:
+        """Ends early where the process is interrupted."""
+        turns = [Turn(prompt=prompt.token_ids, max_new_tokens=1) for prompt in prompts]
+        if len(await send("off", turns)) < len(turns):
+            return
+        if not await send(speculation, [Turn(prompt=begun, max_new_tokens=_WARMUP_TOKENS)]):
+            return
+        turns = [Turn(prompt=prompt.token_ids, max_new_tokens=prompt.max_new_tokens) for prompt in prompts]
+        passes: list[tuple[Mode, list[int]]]
+        passes = [("off", first), (speculation, first), (speculation, second), ("off", second)]
         for mode, numbers in passes:
-            if numbers:
-                turns = [
-                    Turn(prompt=prompts[number].token_ids, max_new_tokens=prompts[number].max_new_tokens)
-                    for number in numbers
-                ]
-                answers.update(zip([(mode, number) for number in numbers], await send(mode, turns), strict=True))
+            found = await send(mode, [turns[number] for number in numbers]) if numbers else {}
+            answers.update({(mode, numbers[place]): answer for place, answer in found.items()})
+            if len(found) < len(numbers):
+                return
+
+    try:
+        await run()
     finally:
         await sender.close()
     return [
         Pair(prompt=prompt, off=answers["off", number], on=answers[speculation, number])
         for number, prompt in enumerate(prompts)
+        if ("off", number) in answers and (speculation, number) in answers
     ]
 
 

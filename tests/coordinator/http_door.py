@@ -16,7 +16,7 @@ from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
 
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.http.app import create_app
-from outrider.coordinator.api.http.chat_template import ChatTemplate
+from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.server import HttpServer
 from outrider.coordinator.api.service import GenerationServicer
 from outrider.coordinator.api.validation import RequestLimits
@@ -35,6 +35,7 @@ from outrider.errors import OutriderError, Overloaded
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, generation_pb2
 
+_TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
 Play = Callable[[GenerationRequest], Sequence[GenerationEvent | OutriderError | None]]
 
 
@@ -169,7 +170,7 @@ async def serving(
     *,
     token_file: Path | None = None,
     tls: TlsConfig | None = None,
-    template: ChatTemplate | None = None,
+    template: ChatTemplate | NoChatTemplate = _TEMPLATE,
     cors: Sequence[str] = (),
 ) -> AsyncIterator[Door]:
     scheduler = ScriptedScheduler(play)
@@ -184,7 +185,7 @@ async def serving(
     routes = [Route("/more/hello", _hello), Route("/hello", _hello), Route("/defect", _defect)]
     app = create_app(
         servicer,
-        template=template or ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
+        template=template,
         tokenizer_config={"bos_token": "<s>"},
         cors=cors,
         is_serving=lambda: door.is_serving,

@@ -3,16 +3,20 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tests.coordinator.http_door import TOKENIZER, A, B, C, serving
 
+from outrider.coordinator.api.http.chat_template import NoChatTemplate
 from outrider.coordinator.bench.comparing import ALL, document, findings, first_difference, gains, table
-from outrider.coordinator.bench.door import TokenizedPrompt
+from outrider.coordinator.bench.door import TokenizedPrompt, tokenize
 from outrider.coordinator.bench.measuring import Answer, Pair
 from outrider.coordinator.bench.prompts import DEFAULT_FILE, BenchPrompt, embedded_prompts, read_prompts
+from outrider.coordinator.loadtest.client_process import Access
 from outrider.coordinator.loadtest.records import RequestRecord
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, LoadtestFailed
 
 
 def answer(seconds: float, token_ids: Sequence[int] = (1, 2, 3, 4), *, accepted: int = 0, error: str = "") -> Answer:
@@ -76,6 +80,43 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line: str, words: str):
     with pytest.raises(InvalidRequest, match=r"prompts\.jsonl") as caught:
         read_prompts(path)
     assert words in str(caught.value)
+
+
+CONVERSATION = BenchPrompt(
+    id="chat",
+    category="chat",
+    max_new_tokens=20,
+    messages=({"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}),
+)
+
+
+async def test_a_service_says_the_token_ids():
+    """Its model takes 2,000 tokens."""
+    lengths = {"fits": 1980, "shortened": 1990, "too-long": 1995}
+    ids = [
+        BenchPrompt(id=name, category="ids", max_new_tokens=20, token_ids=(A,) * length)
+        for name, length in lengths.items()
+    ]
+    text = BenchPrompt(id="text", category="texts", max_new_tokens=20, text="ba")
+    async with serving() as door:
+        found = await tokenize(door.server.address, [*ids, text, CONVERSATION], Access())
+    assert (found.model, found.left_out, found.has_template) == ("tiny", ["too-long"], True)
+    assert [prompt.max_new_tokens for prompt in found.prompts] == [20, 10, 20, 20]
+    assert [prompt.token_ids for prompt in found.prompts[2:]] == [(B, A), (A, B, C)]
+
+
+async def test_without_a_template_a_conversation_is_its_texts():
+    async with serving(template=NoChatTemplate("this model has no chat template")) as door:
+        found = await tokenize(door.server.address, [CONVERSATION], Access())
+    assert not found.has_template
+    assert found.prompts[0].token_ids == (A, B, *TOKENIZER.encode("\n\n"), C)
+
+
+async def test_a_conversation_that_is_none_is_refused():
+    wrong = replace(CONVERSATION, messages=({"role": 3, "content": "a"},))
+    async with serving() as door:
+        with pytest.raises(LoadtestFailed, match="role"):
+            await tokenize(door.server.address, [wrong], Access())
 
 
 def test_the_embedded_pair_has_python_prompts():
