@@ -191,6 +191,7 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile):
 def test_the_wheel_holds_the_embedded_pair_and_the_types(wheel: zipfile.ZipFile):
     models = {str(file.relative_to(SHARED.parent)) for file in (SHARED / "models").rglob("*") if file.is_file()}
     data = {name for name in models if "__pycache__" not in name} | {"outrider/py.typed"}
+    data.add("outrider/coordinator/bench/prompts.jsonl")
     data |= {f"outrider/v1/{file.name}" for file in LINKED["v1"].glob("*.pyi")}
     assert data - set(wheel.namelist()) == set()
     assert {"outrider/models/target/config.json", "outrider/models/draft/config.json"} <= data

@@ -18,7 +18,9 @@ from rich.table import Table
 from outrider.coordinator.bench.measuring import Answer, Pair
 
 ALL = "all"
-Verdict = Literal["faster", "slower", "nothing gained", "too few prompts"]
+Verdict = Literal["faster", "slower", "nothing gained", "not certain", "too few prompts"]
+# An interval that ends below it holds no gain worth a drafter.
+_LEAST_GAIN = 1.05
 _RESAMPLES = 2000
 # The interval of two prompts has three values: it says nothing.
 _FEWEST = 3
@@ -58,7 +60,15 @@ class Gain:
         if self.interval is None:
             return "too few prompts"
         low, high = self.interval
-        return "faster" if low > 1 else "slower" if high < 1 else "nothing gained"
+        if low > 1:
+            return "faster"
+        if high < 1:
+            return "slower"
+        return "nothing gained" if high < _LEAST_GAIN else "not certain"
+
+    def text(self) -> str:
+        """The speedup and its interval."""
+        return f"{self.speedup:.2f}x" + ("" if self.interval is None else ", {:.2f} to {:.2f}".format(*self.interval))
 
 
 def gains(pairs: Sequence[Pair]) -> dict[str, Gain]:
@@ -109,6 +119,15 @@ def _interval(pairs: Sequence[Pair]) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------------------- shown
 
 
+_NOTES: Mapping[Verdict, str] = {
+    "faster": "",
+    "slower": "slower",
+    "nothing gained": "none",
+    "not certain": "?",
+    "too few prompts": "few",
+}
+
+
 def table(found: Mapping[str, Gain]) -> Table:
     """Return the figures as a table of less than 80 columns."""
     shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -127,7 +146,7 @@ def table(found: Mapping[str, Gain]) -> Table:
             interval,
             f"{gain.acceptance_length:.2f}",
             f"{gain.equal}/{gain.prompts}",
-            {"faster": "", "too few prompts": "few", "nothing gained": "none", "slower": "slower"}[gain.verdict],
+            _NOTES[gain.verdict],
         )
     return shown
 
@@ -137,13 +156,14 @@ def findings(found: Mapping[str, Gain], pairs: Sequence[Pair]) -> list[str]:
     lines = []
     if whole := found.get(ALL):
         lines.append(_whole(whole))
-        none = [
-            f"{name} ({gain.speedup:.2f}x)"
-            for name, gain in found.items()
-            if name != ALL and gain.verdict in {"nothing gained", "slower"}
-        ]
-        if none:
-            lines.append(f"Nothing is gained in {', '.join(none)}.")
+        said: dict[str, tuple[Verdict, ...]] = {
+            "Nothing is gained in": ("nothing gained", "slower"),
+            "Not certain, as the interval holds 1:": ("not certain",),
+        }
+        for words, verdicts in said.items():
+            of = [f"{name} ({gain.text()})" for name, gain in found.items() if name != ALL and gain.verdict in verdicts]
+            if of:
+                lines.append(f"{words} {'; '.join(of)}.")
         lines.append(_equality(whole, pairs))
     failed = [pair for pair in pairs if not pair.is_complete]
     if failed:
@@ -154,14 +174,16 @@ def findings(found: Mapping[str, Gain], pairs: Sequence[Pair]) -> list[str]:
 
 def _whole(gain: Gain) -> str:
     if gain.interval is None:
-        return f"{gain.speedup:.2f} times the speed over {gain.prompts} prompts, too few to say more: give {_FEWEST}."
+        return f"{gain.speedup:.2f} times the speed over {gain.prompts} prompts: too few to say more."
     figures = f"{gain.speedup:.2f} times the speed (95 % interval {gain.interval[0]:.2f} to {gain.interval[1]:.2f})"
     if gain.verdict == "faster":
         return f"Speculation gains: {figures}."
     if gain.acceptance_length == 1.0:
         return f"Speculation gains nothing: {figures}, and no draft token was accepted. Does a draft worker run?"
-    cure = f"at {gain.acceptance_length:.2f} tokens a verification another draft may do better (or none at all)"
-    return f"Speculation gains nothing: {figures}; {cure}."
+    if gain.verdict == "not certain":
+        return f"A gain is not certain: {figures}. More prompts, longer outputs or a quieter machine would tell."
+    accepted = f"{gain.acceptance_length:.2f} tokens a verification"
+    return f"Speculation gains nothing: {figures}, at {accepted}. Try another draft, n-grams, or none."
 
 
 def _equality(gain: Gain, pairs: Sequence[Pair]) -> str:

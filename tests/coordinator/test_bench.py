@@ -136,13 +136,14 @@ def test_a_gain_is_the_ratio_of_tokens_over_time():
     assert (gain.verdict, gain.equal, gain.failed) == ("faster", 4, 0)
 
 
-def test_prompts_that_disagree_gain_nothing():
+def test_prompts_that_disagree_say_nothing_for_certain():
     """Half of them are twice as fast, half are half as fast."""
     mixed = [pair(number, answer(2.0), answer(4.0 if number % 2 else 1.0, accepted=1)) for number in range(8)]
     gain = gains(mixed)[ALL]
     assert gain.interval is not None
     assert gain.interval[0] < 1 < gain.interval[1]
-    assert gain.verdict == "nothing gained"
+    assert gain.verdict == "not certain"
+    assert findings(gains(mixed), mixed)[0].startswith("A gain is not certain: ")
     slow = [pair(number, answer(2.0), answer(4.0), "chat") for number in range(3)]
     assert gains(slow)["chat"].verdict == "slower"
 
@@ -151,11 +152,13 @@ def test_what_is_said_when_nothing_is_gained():
     fast = [pair(number, answer(4.0), answer(2.0, accepted=3)) for number in range(3)]
     slow = [pair(number, answer(2.0), answer(2.0), "chat") for number in range(3)]
     lines = findings(gains([*fast, *slow]), [*fast, *slow])
-    assert "Nothing is gained in chat (1.00x)." in lines
+    assert "Nothing is gained in chat (1.00x, 1.00 to 1.00)." in lines
     assert "The tokens of all 6 outputs are equal with and without speculation." in lines
     idle = findings(gains(slow), slow)
     assert idle[0].startswith("Speculation gains nothing: 1.00 times the speed")
     assert "Does a draft worker run?" in idle[0]
+    drafted = [pair(number, answer(2.0), answer(2.0, accepted=2)) for number in range(3)]
+    assert "2.00 tokens a verification. Try another draft" in findings(gains(drafted), drafted)[0]
 
 
 def test_two_prompts_are_too_few_to_tell():
