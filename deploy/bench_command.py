@@ -150,14 +150,15 @@ def service_config(model: str | None, draft: str | None, config_file: Path | Non
             fields.setdefault("source", "ngram" if draft is None and "draft_model" not in fields else "model")
         if draft is not None:
             fields["draft_model"] = Path(draft)
-        doors: dict[str, Any] = {
+        own: dict[str, Any] = {
+            "name": f"outrider-bench-{os.getpid()}",
             "port": 0,
             "http_port": free_port(),
             "shared_port": None,
             "shared_http_port": None,
             "metrics_port": None,
         }
-        return DeployConfig(**fields | doors | {"name": f"outrider-bench-{os.getpid()}"})
+        return DeployConfig(**fields | own)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
