@@ -127,6 +127,8 @@ def status_tables(status: Mapping[str, Any]) -> Iterable[Table]:
     """The tables that `outrider status` prints."""
     yield _summary(status)
     yield _workers(status["workers"])
+    if late := [own for own in status["workers"] if own["reason"] is not None]:
+        yield _reasons(late)
     if status["autoscaler"]["decisions"]:
         yield _decisions(status["autoscaler"]["decisions"][-SHOWN_DECISIONS:])
 
@@ -150,16 +152,29 @@ def _summary(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
-    # What commands are given has to be readable on a narrow terminal too.
-    whole = [Column(name, no_wrap=True, overflow="fold") for name in ("worker", "state")]
-    table = Table(*whole, "machine", "pid", "address", "model", "sessions", "busy", "restarts")
+def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """Within 80 columns where names are of usual length; `--json` has the rest."""
+    machines = len({own["node"] for own in workers} - {None}) > 1
+    names = ("worker", "state", *(("machine",) if machines else ()), "address", "model")
+    # What commands are given has to be readable on a narrow terminal, too.
+    columns = [Column(name, no_wrap=name in {"worker", "state"}, overflow="fold") for name in names]
+    numbers = [Column(name, justify="right", no_wrap=True) for name in ("sessions", "busy", "restarts")]
+    table = Table(*columns, *numbers, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for own in workers:
-        state = own["state"] if own["reason"] is None else f"{own['state']}: {own['reason']}"
-        cells = (own["name"], state, own["node"], own["pid"], own["address"], own["model"], own["sessions"])
+        cells = (own["name"], own["state"], *((own["node"],) if machines else ()), own["address"], own["model"])
         table.add_row(
-            *("" if cell is None else escape(str(cell)) for cell in cells), f"{own['busy']:.0%}", str(own["restarts"])
+            *("" if cell is None else escape(str(cell)) for cell in cells),
+            str(own["sessions"]),
+            f"{own['busy']:.0%}",
+            str(own["restarts"]),
         )
+    return table
+
+
+def _reasons(late: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="not serving, because", title_justify="left", show_header=False, box=None, pad_edge=False)
+    for own in late:
+        table.add_row(escape(own["name"]), escape(own["reason"]))
     return table
 
 
