@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -90,7 +90,7 @@ class LoadtestConfig:
         ValueError: a value out of range, with the value.
     """
 
-    endpoint: str = "127.0.0.1:50051"
+    endpoint: str = field(default="127.0.0.1:50051", metadata={"envvar": "OUTRIDER_ENDPOINT"})
     protocol: Literal["grpc", "openai"] = "grpc"
     local: bool = False
     drafts: int = 1

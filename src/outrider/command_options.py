@@ -87,12 +87,12 @@ def attribute_help(config_type: type) -> dict[str, str]:
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, texts: dict[str, str]) -> inspect.Parameter:
     default = list(field.default) if isinstance(field.default, tuple) else field.default
-    # Some are called otherwise than the field, or are no option.
+    # Some are called otherwise than the field, are no option, or have a variable of the environment.
     names = (field.metadata["option"],) if "option" in field.metadata else ()
     if (argument := field.metadata.get("argument")) is not None:
         spelling = typer.Argument(metavar=f"[{argument}]", help=texts[field.name])
     else:
-        spelling = typer.Option(*names, help=texts[field.name])
+        spelling = typer.Option(*names, envvar=field.metadata.get("envvar"), help=texts[field.name])
     annotation = Annotated[_option_type(hint), spelling]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

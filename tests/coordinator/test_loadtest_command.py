@@ -110,6 +110,13 @@ def test_a_run_over_grpc(doors, tmp_path, capsys):
     assert "Load test" in report.read_text(encoding="utf-8")
 
 
+def test_the_environment_says_where(doors, tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    monkeypatch.setenv("OUTRIDER_ENDPOINT", doors.grpc)
+    assert run(*IN_STEP, "--num-prompts", "2", "--output-json", str(path)) == 0
+    assert figures_of(path)["completed"] == 2
+
+
 def test_the_openai_door_gives_the_same_figures(doors, tmp_path):
     path = tmp_path / "b.json"
     arguments = ["--protocol", "openai", *IN_STEP, "--num-prompts", "10", "--max-concurrency", "3", "--save-detailed"]
