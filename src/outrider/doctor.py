@@ -8,10 +8,11 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
 import typer
@@ -23,8 +24,8 @@ from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.tokenizer_hash import tokenizer_hash
 
-# What the service listens on unless it is told otherwise: gRPC, HTTP.
-_PORTS = (50051, 8000)
+# The usual ports of gRPC and of HTTP, with the options that say others.
+PORTS: Mapping[int, str] = MappingProxyType({50051: "--port", 8000: "--http-port"})
 _LEAST_FILES = 4096
 _EXTRAS = ("dev", "kubernetes")
 
@@ -123,7 +124,8 @@ def gpus() -> Iterator[Line]:
 def _runs(program: str) -> bool:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if program.startswith((folder / "comm").read_text().strip() or " "):
+            # The kernel keeps so much of a name.
+            if (folder / "comm").read_text().strip() == program[:15]:
                 return True
         except OSError:
             continue
@@ -153,13 +155,13 @@ def machine() -> Iterator[Line]:
         yield Line(Finding.GOOD, "Ray", "no cluster runs here: a service starts its own")
 
 
-def ports() -> Iterator[Line]:
-    """The usual ports."""
-    for port in _PORTS:
+def ports(usual: Mapping[int, str] = PORTS) -> Iterator[Line]:
+    """Ports that a service would take, each with the option that gives it another one."""
+    for port, option in usual.items():
         try:
             check_free(f"127.0.0.1:{port}")
         except OSError as error:
-            yield Line(Finding.NOTE, f"port {port}", f"{error.strerror or error}: give another one with --port")
+            yield Line(Finding.NOTE, f"port {port}", f"{error.strerror or error}: give another one with {option}")
         else:
             yield Line(Finding.GOOD, f"port {port}", "free")
 

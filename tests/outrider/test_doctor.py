@@ -59,13 +59,13 @@ def test_tokenizers_that_differ_are_told(tmp_path):
     assert "same family" in found[-1].text
 
 
-def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
+def test_a_port_that_is_taken_is_named_with_its_option():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        monkeypatch.setattr(doctor, "_PORTS", (port,))
-        code, told = lines(capsys)
-    assert code == 0
-    assert finding(told, f"port {port}") == "note"
+        (found,) = doctor.ports({port: "--http-port"})
+    assert (found.finding, found.what) == (doctor.Finding.NOTE, f"port {port}")
+    assert found.text.endswith("give another one with --http-port")
+    assert list(doctor.PORTS.values()) == ["--port", "--http-port"]
 
 
 @pytest.mark.parametrize(
