@@ -24,6 +24,7 @@ from outrider.coordinator.bench.prompts import DEFAULT_FILE, BenchPrompt, embedd
 from outrider.coordinator.loadtest.client_process import Access, address_of
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.config_file import read_fields
+from outrider.deploy.plan import make_plan
 from outrider.deploy.ray_token import prefer_token
 from outrider.errors import LoadtestFailed
 from outrider.ports import free_port
@@ -35,11 +36,11 @@ _FAILED, _INTERRUPTED = 1, 130
 def bench(
     *,
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder of the target; default the embedded pair.")
+        str | None, typer.Option(help="Hub name, folder or .gguf file, as of `serve`; default the embedded pair.")
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Checkpoint folder of the draft; default n-grams, of the embedded pair its draft."),
+        typer.Option(help="Likewise, of the draft; default n-grams, of the embedded pair its draft."),
     ] = None,
     config_file: Annotated[
         Path | None,
@@ -145,11 +146,8 @@ def service_config(model: str | None, draft: str | None, config_file: Path | Non
     """
     try:
         fields: dict[str, Any] = {} if config_file is None else read_fields(config_file)
-        if model is not None:
-            fields["target_model"] = Path(model)
-            fields.setdefault("source", "ngram" if draft is None and "draft_model" not in fields else "model")
-        if draft is not None:
-            fields["draft_model"] = Path(draft)
+        fields |= {"target_model": model} if model is not None else {}
+        fields |= {"draft_model": draft} if draft is not None else {}
         own: dict[str, Any] = {
             "name": f"outrider-bench-{os.getpid()}",
             "port": 0,
@@ -172,18 +170,25 @@ def default_prompts(config: DeployConfig | None) -> Sequence[BenchPrompt]:
 
 @contextlib.asynccontextmanager
 async def started(config: DeployConfig, notes: Console) -> AsyncIterator[str]:
-    """A service of its own, which ends with the block; gives host:port of its OpenAI door."""
+    """The service that `serve` would start, which ends with the block; gives host:port of its OpenAI door.
+
+    Raises:
+        typer.BadParameter: options do not fit together.
+        OutriderError: as `make_plan` says.
+    """
+    try:
+        plan = make_plan(config)
+        if plan.missing:
+            plan = plan.completed()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    for line in plan.lines:
+        notes.print(line, markup=False)
     from outrider.deploy.cluster import Deployment
 
     prefer_token(config.address)
-    with notes.status("starting Ray, the coordinator and the workers"):
-        deployment = Deployment(config)
-        await deployment.start()
-    try:
-        host = deployment.endpoint.split(",")[0].rpartition(":")[0]
-        yield f"{host}:{config.http_port}"
-    finally:
-        await deployment.stop()
+    async with Deployment(plan.config, tell=lambda line: notes.print(line, markup=False)) as deployment:
+        yield deployment.http_endpoints[0]
 
 
 @contextlib.asynccontextmanager

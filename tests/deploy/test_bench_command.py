@@ -10,14 +10,13 @@ from outrider.deploy.bench_command import default_prompts, service_config
 
 def test_the_embedded_pair_is_the_default():
     config = service_config(None, None, None)
-    assert (config.target_model, config.draft_model, config.source) == (None, None, "model")
+    assert (config.target_model, config.draft_model) == (None, None)
     assert {prompt.category for prompt in default_prompts(config)} == {"python"}
 
 
-def test_a_model_without_a_draft_has_n_grams(tmp_path: Path):
-    config = service_config("target", None, None)
-    assert (config.target_model, config.source) == (Path("target"), "ngram")
-    assert service_config("target", "draft", None).source == "model"
+def test_models_are_those_of_serve():
+    config = service_config("target", "draft.gguf", None)
+    assert (config.target_model, config.draft_model) == ("target", "draft.gguf")
     assert len({prompt.category for prompt in default_prompts(config)}) == 9
     assert len({prompt.category for prompt in default_prompts(None)}) == 9
 
@@ -31,8 +30,7 @@ def test_a_file_says_the_rest_but_neither_ports_nor_name(tmp_path: Path):
         "draft: {model: small, workers: 3}\n"
     )
     config = service_config("other", None, file)
-    assert (config.target_model, config.draft_model, config.drafts) == (Path("other"), Path("small"), 3)
-    assert config.source == "model"
+    assert (config.target_model, config.draft_model, config.drafts) == ("other", "small", 3)
     assert config.name != "production"
     assert (config.port, config.shared_http_port) == (0, None)
     assert config.http_port not in (None, 8000)
