@@ -42,21 +42,21 @@ def test_clients_take_turns_and_each_keeps_its_order():
 
 
 def test_a_client_that_comes_back_does_not_pass_those_who_wait():
-    queue = filled(Waiting(1, "a"), Waiting(2, "b"), Waiting(3, "b"))
+    queue: Any = filled(Waiting(1, "a"), Waiting(2, "b"), Waiting(3, "b"))
     assert queue.next().session_id == 1
     queue.append(Waiting(4, "a"))
     assert order(queue) == [2, 4, 3]
 
 
 def test_those_that_have_lost_their_place_come_first_as_old_as_they_are():
-    queue = filled(Waiting(1), Waiting(2))
+    queue: Any = filled(Waiting(1), Waiting(2))
     for number in (9, 8, 7):
         queue.put_first(Waiting(number))
     assert order(queue) == [7, 8, 9, 1, 2]
 
 
 def test_while_weights_are_changed_only_what_has_begun_goes_on():
-    queue = filled(Waiting(1, "a"), Waiting(2, "b"), Waiting(3, "b", begun=True))
+    queue: Any = filled(Waiting(1, "a"), Waiting(2, "b"), Waiting(3, "b", begun=True))
     assert queue.next(has_begun=True).session_id == 3
     assert queue.next(has_begun=True) is None
     assert order(queue) == [1, 2]
