@@ -22,6 +22,7 @@ from outrider.growth_source import GrowthSource
 from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, generation_pb2
+from outrider.wire import MOST_NODES
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
@@ -49,7 +50,7 @@ class RequestLimits:
     """
 
     default_max_new_tokens: int = 128
-    max_nodes: int = 31
+    max_nodes: int = MOST_NODES
     max_depth: int = 16
     sync_nodes: int = 24
     sync_depth: int = 8

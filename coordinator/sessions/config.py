@@ -33,8 +33,8 @@ class CoordinatorConfig:
             that may run; fewer where their prompts have more than 16 million tokens.
         max_queue_wait_s: longest that a request may expect to wait, else it is refused at once; default no such bound.
         max_buffered_events: events that a slow reader may leave unread before its request rests until it reads on.
-        max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode. One below a
-            power of two makes, with the root, steps that fill their CUDA graphs.
+        max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode. By default
+            as many as a pool holds: targets decide (--max-tree-nodes).
         max_depth: deepest node of a tree, and the default of a request in async mode.
         sync_nodes: nodes of a tree in sync mode, whose trees have the same size every round, unless a request says; no
             more than max_nodes.
@@ -98,7 +98,7 @@ class CoordinatorConfig:
     max_queue: int | None = None
     max_queue_wait_s: float | None = None
     max_buffered_events: int = 1024
-    max_nodes: int = 31
+    max_nodes: int = MOST_NODES
     max_depth: int = 16
     sync_nodes: int = 24
     sync_depth: int = 8
@@ -158,14 +158,10 @@ class CoordinatorConfig:
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
-        if self.max_live_nodes < self.max_nodes:
-            raise ValueError(
-                f"max_live_nodes: {self.max_live_nodes} given, at least max_nodes ({self.max_nodes}) needed"
-            )
-        if self.max_live_nodes > MOST_NODES:
-            raise ValueError(
-                f"max_live_nodes: {self.max_live_nodes} given, at most {MOST_NODES} needed: the pool holds no more"
-            )
+        for name in ("max_nodes", "max_live_nodes"):
+            value = getattr(self, name)
+            if not 1 <= value <= MOST_NODES:
+                raise ValueError(f"{name}: {value} given, 1 to {MOST_NODES} needed: a pool holds no more")
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
             raise ValueError(
                 f"lease_ms: {self.lease_ms} given, at least twice heartbeat_interval_ms "
@@ -242,7 +238,6 @@ _AT_LEAST_ONE = (
     "default_max_new_tokens",
     "max_running_sessions",
     "max_buffered_events",
-    "max_nodes",
     "max_depth",
     "sync_nodes",
     "sync_depth",

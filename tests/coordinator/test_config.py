@@ -5,7 +5,9 @@ import pytest
 from outrider.coordinator.sessions.config import CoordinatorConfig
 
 
-def test_a_choice_has_no_more_nodes_than_its_pool_holds():
-    assert CoordinatorConfig(max_live_nodes=256).max_live_nodes == 256
-    with pytest.raises(ValueError, match="max_live_nodes: 257 given, at most 256 needed"):
-        CoordinatorConfig(max_live_nodes=257)
+@pytest.mark.parametrize("name", ["max_nodes", "max_live_nodes"])
+def test_a_choice_has_no_more_nodes_than_its_pool_holds_and_no_fewer_unless_told(name: str) -> None:
+    assert getattr(CoordinatorConfig(), name) == 256
+    for wrong in (0, 257):
+        with pytest.raises(ValueError, match=f"{name}: {wrong} given, 1 to 256 needed"):
+            CoordinatorConfig(**{name: wrong})
