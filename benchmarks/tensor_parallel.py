@@ -1,10 +1,9 @@
 """What several GPUs of one host make of a round: the time against one GPU and against the floor of reading the weights.
 
-    python benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 --exchange [--output-json FILE]
+    python benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 [--output-json FILE]
 
 Plain rounds of 1, 8 and 64 sessions behind 1,024 tokens each, in process; random weights, made in the memory of the GPU
-that needs them. `--exchange` times the sums over ranks by size: our mailboxes, NCCL and torch's own symmetric-memory
-operators.
+that needs them.
 """
 
 import os

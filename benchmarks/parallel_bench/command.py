@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from benchmarks.kernel_bench.timing import GraphTimer, measure_machine
-from benchmarks.parallel_bench.exchange import measure_exchange, sizes
 from benchmarks.parallel_bench.models import BenchModel
 from benchmarks.parallel_bench.steps import load, measure_rounds
 from rich.console import Console
@@ -34,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     """Tables on standard error, JSON on standard output or in a file; returns the exit code."""
     options = _parse(arguments)
     console = Console(file=sys.stderr, width=150)
-    most = max([options.ranks if options.exchange else 1, *(ranks for _, ranks in options.models)])
+    most = max(ranks for _, ranks in options.models)
     if torch.cuda.device_count() < most:
         console.print(f"{most} CUDA devices are needed, torch finds {torch.cuda.device_count()}")
         return _NEEDS_CUDA
@@ -43,9 +42,6 @@ def run(arguments: Sequence[str]) -> int:
         machine = measure_machine(GraphTimer(torch.device("cuda", 0), replays=5))
     found["copy_bytes_per_s"] = machine.copy_bytes_per_s
     console.print(f"{machine.name}, copies {machine.copy_bytes_per_s / 1e12:.2f} TB/s")
-    if options.exchange:
-        found["exchange"] = measure_exchange(options.ranks, sizes(options.hidden))
-        console.print(_exchange_table(found["exchange"]))
     found["rounds"], code = [], 0
     for shape, ranks in options.models:
         began = time.perf_counter()
@@ -72,11 +68,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="benchmarks/tensor_parallel.py", description="Times a model's rounds on several GPUs of one host."
     )
     parser.add_argument(
-        "models", nargs="*", type=_model, default=[], metavar="SHAPE@GPUS", help="such as 8b@1 8b@2 70b@2"
+        "models", nargs="+", type=_model, metavar="SHAPE@GPUS", help="such as 8b@1 8b@2 70b@2"
     )
-    parser.add_argument("--exchange", action="store_true", help="time the sums over ranks alone")
-    parser.add_argument("--ranks", type=int, default=2, help="for --exchange")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192], help="for --exchange")
     parser.add_argument("--layers", type=int, help="of the shapes, fewer than theirs: to try it out")
     parser.add_argument("--sessions", type=int, nargs="+", default=list(_SESSIONS), help="rows of a round")
     parser.add_argument("--rounds", type=int, default=50, help="that count")
@@ -112,16 +105,4 @@ def _rounds_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         floor_ms, forward_ms, round_ms = row["floor_ms"], row["forward_ms"], row["round_ms"]
         cells = (floor_ms, forward_ms, forward_ms / floor_ms, round_ms, round_ms / floor_ms)
         table.add_row(str(row["sessions"]), *(f"{cell:.3f}" for cell in cells))
-    return table
-
-
-def _exchange_table(rows: Sequence[dict[str, Any]]) -> Table:
-    names = ("mailbox", "as large", "rounded", "nccl", "one_shot", "two_shot")
-    table = Table("rows", "hidden", "dtype", "right", *(f"{name} us" for name in names), title="sums over ranks")
-    for row in rows:
-        cells = [row.get(name) for name in names]
-        table.add_row(
-            *(str(row.get(name, "")) for name in ("rows", "hidden", "dtype", "right")),
-            *(f"{cell:.1f}" if isinstance(cell, float) else str(cell or "") for cell in cells),
-        )
     return table
