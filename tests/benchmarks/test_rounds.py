@@ -37,7 +37,7 @@ def test_every_figure_of_every_mode_is_there(tmp_path: Path):
     assert (off["tokens_per_round"], off["accepted_per_round"], off["selected_rows"]) == (1, 0, 0)
     # Its nodes are right, and there at once.
     assert replayed["accepted_per_round"] > 1
-    assert document["timeline"]["due"] >= document["timeline"]["selected"] > 0
+    assert document["timeline"]["due"] >= document["timeline"]["selected"]
     assert picture.read_bytes().startswith(_PNG)
     assert run(["--draw", str(results), "--timeline", str(again)]) == 0
     assert again.read_bytes().startswith(_PNG)
