@@ -1,4 +1,4 @@
-"""What of a row has to be looked at again, from what the scan left behind.
+"""What of a row has to be looked at again, from what the scan left behind: its bounds, and the list of what they leave.
 
 Three bounds, two in l and the last an estimated score:
 
@@ -22,7 +22,11 @@ The largest of every tile is known, so a bound that enough of these reach is rea
 
 A sample may mislead. Exact counts and masses find that out, and time is all that is lost.
 
-Shapes: V vocabulary size, C tiles of a row.
+A `listing` is pointers to what is on the list, its z, weights, ids, and to the tiles in line. Weights are those of
+filtered rows, and 0 from `high` on, as they are in the sum. What many threads need of a list goes through memory: the
+compiler would otherwise have each of them divide and exponentiate for itself.
+
+Shapes: V vocabulary size, C tiles of a row, LIST the places of a row's list.
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
@@ -33,10 +37,10 @@ from __future__ import annotations
 import math
 
 from outrider.kernels.backend import jit, tl
-from outrider.kernels.coupled_rows import load_row, row_scale
-from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_BELOW, RACE_SHIFT
+from outrider.kernels.coupled_rows import load_row, load_row_where, row_scale, scaled, weights
+from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_BELOW, RACE_SHIFT, race_of_counters
 
-__all__ = ["row_bounds", "score_floor"]
+__all__ = ["list_row", "row_bounds", "score_floor"]
 
 _SLACK = tl.constexpr(RACE_ABOVE + RACE_BELOW)
 _SHIFT = tl.constexpr(RACE_SHIFT)
@@ -240,3 +244,72 @@ def _mass_below(logits, masses, largest, scale, share, bound):
     below = tl.sum(tl.where(logits < bound, masses, 0.0))
     single = tl.exp2((bound - largest) * scale) * share
     return below, 6 * tl.sqrt(below * single) + 12 * single
+
+
+@jit
+def list_row(
+    source,
+    temperature,
+    filtered,
+    key,
+    tile_scores,
+    tiles,
+    bounds,
+    largest,
+    listing,
+    HAS_BIAS: tl.constexpr,
+    LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """How many logits are within the bounds, the first LIST of which it lists, and the weight of what is sure.
+
+    `tile_scores` [TILES] are the scan's, of `tiles` tiles. Those that reach the bounds are put in line first, then
+    taken several at a time, and tokens go on the list in ascending order. Above `high`, where everything is kept and
+    only the best are listed, the weight of all is added up.
+    """
+    low, high, floor = bounds
+    listed_ptr, weights_ptr, ids_ptr, order_ptr = listing
+    seed, position, stream, choice = key
+    scale = row_scale(temperature)
+    tile = tl.arange(0, TILES)
+    reached = (tile_scores >= tl.where(high == float("-inf"), floor, low)) & (tile < tiles)
+    tl.store(order_ptr + tl.cumsum(reached.to(tl.int32)) - 1, tile, mask=reached)
+    visits = tl.sum(reached.to(tl.int32))
+    count = tl.full([], 0, tl.int32)
+    sure = tl.full([], 0, tl.int64)
+    # Others of the program read what some have written.
+    tl.debug_barrier()
+    for begin in range(0, visits, PARTS):
+        turn = begin + tl.arange(0, PARTS)
+        mine = tl.load(order_ptr + turn, mask=turn < visits, other=0)
+        ids = mine[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        logits = load_row_where(source, ids, (ids < source[4]) & (turn < visits)[:, None], HAS_BIAS)
+        wanted = (logits >= low) & (logits > float("-inf"))
+        if high < float("inf"):
+            counter = mine[:, None] * (TILE // 4) + tl.arange(0, TILE // 4)[None, :]
+            race = race_of_counters(seed, counter, position, stream, choice)
+            wanted = wanted & ((logits < high) | (logits * scale - race >= floor))
+            if high > float("-inf"):
+                sure += tl.sum(tl.sum(tl.where(logits >= high, weights(logits, largest, scale), 0), axis=1))
+        counts = tl.sum(wanted.to(tl.int32), axis=1)
+        place = (count + tl.cumsum(counts) - counts - 1)[:, None] + tl.cumsum(wanted.to(tl.int32), axis=1)
+        wanted = wanted & (place < LIST)
+        tl.store(listed_ptr + place, logits, mask=wanted)
+        tl.store(ids_ptr + place, ids, mask=wanted)
+        count += tl.sum(counts)
+    tl.debug_barrier()
+    for begin in range(0, tl.minimum(count, LIST), BLOCK):
+        turn = begin + tl.arange(0, BLOCK)
+        listed = turn < tl.minimum(count, LIST)
+        logits = tl.load(listed_ptr + turn, mask=listed, other=float("-inf"))
+        # z goes where the logits were, which all must have read.
+        tl.debug_barrier()
+        tl.store(listed_ptr + turn, scaled(logits, temperature), mask=listed)
+        if filtered:
+            weight = tl.where(logits < high, weights(logits, largest, scale), 0)
+            tl.store(weights_ptr + turn, weight, mask=listed)
+    tl.debug_barrier()
+    return count, sure

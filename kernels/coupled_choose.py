@@ -19,8 +19,7 @@ Shapes: T rows, V vocabulary size, C tiles of a row, k tokens of a row, LIST the
 from __future__ import annotations
 
 from outrider.kernels.backend import jit, tl
-from outrider.kernels.coupled_bounds import row_bounds, score_floor
-from outrider.kernels.coupled_list import list_row
+from outrider.kernels.coupled_bounds import list_row, row_bounds, score_floor
 from outrider.kernels.coupled_rows import load_filters, load_key, load_row, row_mass, row_scale, scaled
 from outrider.kernels.coupled_thresholds import mass_from, members_at, rank_thresholds, search_thresholds
 from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_SHIFT, gumbel_of_ids
