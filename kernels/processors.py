@@ -21,7 +21,7 @@ vocabulary size, S sessions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -140,86 +140,41 @@ def apply_processors(logits: torch.Tensor, batch: ProcessorBatch) -> None:
 
 
 def apply_processors_reference(logits: torch.Tensor, batch: ProcessorBatch) -> None:
-    """`apply_processors` on the CPU, session by session, through numpy's view of the same memory."""
-    values = logits.numpy()
-    row_session = batch.row_session.numpy()
-    for session in np.unique(row_session).tolist():
-        rows = np.flatnonzero(row_session == session)
-        if batch.repetition_penalty is not None and 0 <= session < batch.repetition_penalty.shape[0]:
-            _penalise(values, batch, session, rows)
-        if batch.bias_start is not None and 0 <= session < batch.bias_start.shape[0] - 1:
-            _add_bias(values, batch, session, rows)
-        if batch.allowed_start is not None and 0 <= session < batch.allowed_start.shape[0] - 1:
-            _keep_allowed(values, batch, session, rows)
-    if batch.banned_start is not None and batch.banned_tokens is not None:
-        for row in range(values.shape[0]):
-            banned = _list(batch.banned_start, batch.banned_tokens, row)
-            values[row, banned[_inside(banned, values)]] = -np.inf
+    """`apply_processors` on the CPU, row by row, through numpy's view of the same memory."""
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    columns = {name: column.numpy() for name, column in columns.items() if column is not None}
+    vocab_size = logits.shape[1]
 
+    def of_list(name: str, index: int, entries: str = "tokens") -> np.ndarray:
+        """The tokens within the vocabulary of list `index` of a group, or other entries that stand beside them."""
+        start = columns.get(f"{name}_start", ())
+        if not 0 <= index < len(start) - 1:
+            return np.empty(0, np.int64)
+        part = slice(max(start[index], 0), max(start[index + 1], 0))
+        tokens = columns[f"{name}_tokens"][part]
+        return columns[f"{name}_{entries}"][part][(tokens >= 0) & (tokens < vocab_size)]
 
-def _list(start: torch.Tensor, entries: torch.Tensor, index: int) -> np.ndarray:
-    return entries.numpy()[max(int(start[index]), 0) : max(int(start[index + 1]), 0)]
-
-
-def _inside(tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
-    return (tokens >= 0) & (tokens < values.shape[1])
-
-
-def _penalise(values: np.ndarray, batch: ProcessorBatch, session: int, rows: np.ndarray) -> None:
-    assert batch.repetition_penalty is not None
-    assert batch.presence_penalty is not None
-    assert batch.frequency_penalty is not None
-    assert batch.count_start is not None
-    assert batch.count_tokens is not None
-    assert batch.count_output is not None
-    assert batch.path_start is not None
-    assert batch.path_tokens is not None
-    repetition = batch.repetition_penalty.numpy()[session]
-    presence = batch.presence_penalty.numpy()[session]
-    frequency = batch.frequency_penalty.numpy()[session]
-    if repetition == 1 and presence == 0 and frequency == 0:
-        return
-
-    def penalised(logit: np.ndarray, count: np.ndarray) -> np.ndarray:
-        repeated = np.where(logit > 0, logit / repetition, logit * repetition)
-        return repeated - frequency * count.astype(np.float32) - presence * (count > 0).astype(np.float32)
-
-    tokens = _list(batch.count_start, batch.count_tokens, session)
-    counts = _list(batch.count_start, batch.count_output, session)
-    paths = [np.unique(_list(batch.path_start, batch.path_tokens, row), return_counts=True) for row in rows.tolist()]
-    # A token of the path is computed from its untouched logit, then written over what its session's entry made of it.
-    on_path = []
-    for row, (path, occurrences) in zip(rows.tolist(), paths, strict=True):
-        place = np.minimum(np.searchsorted(tokens, path), max(tokens.size - 1, 0))
-        known = tokens[place] == path if tokens.size else np.zeros(path.size, dtype=np.bool_)
-        total = occurrences + (np.where(known, counts[place], 0) if tokens.size else 0)
-        valid = _inside(path, values)
-        on_path.append((row, path[valid], penalised(values[row, path[valid]], total[valid])))
-    valid = _inside(tokens, values)
-    entries = np.ix_(rows, tokens[valid])
-    values[entries] = penalised(values[entries], counts[valid])
-    for row, path, logit in on_path:
-        values[row, path] = logit
-
-
-def _add_bias(values: np.ndarray, batch: ProcessorBatch, session: int, rows: np.ndarray) -> None:
-    assert batch.bias_start is not None
-    assert batch.bias_tokens is not None
-    assert batch.bias_values is not None
-    tokens = _list(batch.bias_start, batch.bias_tokens, session)
-    valid = _inside(tokens, values)
-    values[np.ix_(rows, tokens[valid])] += _list(batch.bias_start, batch.bias_values, session)[valid]
-
-
-def _keep_allowed(values: np.ndarray, batch: ProcessorBatch, session: int, rows: np.ndarray) -> None:
-    assert batch.allowed_start is not None
-    assert batch.allowed_tokens is not None
-    tokens = _list(batch.allowed_start, batch.allowed_tokens, session)
-    if tokens.size:
-        entries = np.ix_(rows, tokens[_inside(tokens, values)])
-        kept = values[entries]
-        values[rows] = -np.inf
-        values[entries] = kept
+    for row, session in enumerate(batch.row_session.tolist()):
+        values = logits[row].numpy()
+        if batch.repetition_penalty is not None and 0 <= session < len(batch.repetition_penalty):
+            repetition, presence, frequency = (
+                columns[f"{name}_penalty"][session] for name in ("repetition", "presence", "frequency")
+            )
+            known, path, count = of_list("count", session), of_list("path", row), np.zeros(vocab_size, np.float32)
+            count[known] = of_list("count", session, "output")
+            np.add.at(count, path, 1)
+            seen = np.union1d(known, path)
+            logit, count = values[seen], count[seen]
+            repeated = np.where(logit > 0, logit / repetition, logit * repetition)
+            values[seen] = repeated - frequency * count - presence * (count > 0).astype(np.float32)
+        values[of_list("bias", session)] += of_list("bias", session, "values")
+        # A list allows nothing where none of its tokens is in the vocabulary, and all where it is empty.
+        allowed_start = columns.get("allowed_start", ())
+        if 0 <= session < len(allowed_start) - 1 and allowed_start[session + 1] > allowed_start[session]:
+            kept = np.full(vocab_size, -np.inf, np.float32)
+            kept[of_list("allowed", session)] = values[of_list("allowed", session)]
+            values[:] = kept
+        values[of_list("banned", row)] = -np.inf
 
 
 def _entries(tokens: torch.Tensor | None) -> int:
