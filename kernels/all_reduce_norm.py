@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 
 from outrider.kernels.all_reduce_mailbox import Mailbox
-from outrider.kernels.argument_checks import check_dtype, check_place
-from outrider.kernels.backend import check_shape, jit, tl, triton
+from outrider.kernels.argument_checks import check_place, check_tensors
+from outrider.kernels.backend import jit, tl, triton
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.residual_norm import normed_block, residual_norm_reference
 
@@ -54,12 +54,12 @@ def exchange_norm(
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, or more rows than the mailbox takes.
     """
-    check_shape("hidden", hidden, ("T", "N"))
-    rows, columns = hidden.shape
-    check_dtype("hidden", hidden, (torch.bfloat16, torch.float16))
-    check_shape("parts", parts, ("P", rows, columns))
-    check_dtype("parts", parts, (torch.float32, hidden.dtype))
+    check_tensors(
+        hidden=(hidden, ("T", "N"), (torch.bfloat16, torch.float16)),
+        parts=(parts, ("P", "T", "N"), (torch.float32, hidden.dtype)),
+    )
     check_place("hidden", hidden, mailbox.memory.device, "mailbox")
+    rows, columns = hidden.shape
     if not hidden.is_contiguous() or (rows and not parts[0].is_contiguous()):
         raise ValueError("hidden, parts: contiguous rows needed")
     if not mailbox.takes_rows(rows, columns):

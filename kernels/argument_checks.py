@@ -13,15 +13,22 @@ import torch
 from outrider.kernels.backend import check_shape
 
 __all__ = [
+    "FLOAT_DTYPES",
     "INDEX_DTYPES",
+    "NeededTensor",
     "check_at_least",
     "check_columns",
+    "check_dense",
     "check_dtype",
     "check_place",
+    "check_tensors",
     "write_back",
 ]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+NeededTensor = tuple[torch.Tensor | None, tuple[int | str, ...], Sequence[torch.dtype]]
+"""A tensor, the shape that it needs and the dtypes that it may have."""
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_at_least(name: str, given: int, needed: int) -> None:
@@ -41,6 +48,29 @@ def check_place(name: str, tensor: torch.Tensor, device: torch.device, owner: st
     """Raise ValueError unless `tensor` is on `device`, the one of the argument called `owner`."""
     if tensor.device != device:
         raise ValueError(f"{name}: device {tensor.device} given, {device} (that of {owner}) needed")
+
+
+def check_tensors(**needed: NeededTensor) -> None:
+    """Raise ValueError unless each tensor has its shape and one of its dtypes, on the device of the first.
+
+    Each is given under its own name; None is left out. A size that has a name is the same for all that name it.
+    """
+    owner, (first, *_) = next(iter(needed.items()))
+    assert first is not None
+    sizes: dict[int | str, int] = {}
+    for name, (tensor, shape, dtypes) in needed.items():
+        if tensor is not None:
+            check_shape(name, tensor, tuple(sizes.get(size, size) for size in shape))
+            sizes.update(zip(shape, tensor.shape, strict=True))
+            check_dtype(name, tensor, dtypes)
+            check_place(name, tensor, first.device, owner)
+
+
+def check_dense(**tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless the entries of each tensor's last dimension are neighbours in memory."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: stride {tensor.stride(-1)} of the last dimension given, 1 needed")
 
 
 def check_columns(owner: str, device: torch.device, columns: Mapping[str, tuple[torch.Tensor, int]]) -> None:

@@ -30,7 +30,14 @@ from enum import IntEnum
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, write_back
+from outrider.kernels.argument_checks import (
+    INDEX_DTYPES,
+    check_at_least,
+    check_dtype,
+    check_place,
+    check_tensors,
+    write_back,
+)
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.build_tree_kernels import launch_build_tree
 from outrider.kernels.tree_links import first_marked, link_views, links_of_parents
@@ -119,19 +126,13 @@ def _check_tree(
     check_at_least("depth", depth, 1)
     if not 1 <= nodes <= MAX_TREE_NODES:
         raise ValueError(f"draft_token_num: {nodes} given, 1 to {MAX_TREE_NODES} needed")
-    check_shape("selected_index", selected_index, ("bs", nodes - 1))
-    requests = selected_index.shape[0]
-    check_shape("parent_list", parent_list, (requests, "topk * (depth - 1) + 1"))
+    check_tensors(
+        selected_index=(selected_index, ("bs", nodes - 1), INDEX_DTYPES),
+        parent_list=(parent_list, ("bs", "topk * (depth - 1) + 1"), INDEX_DTYPES),
+        verified_seq_len=(verified_seq_len, ("bs",), INDEX_DTYPES),
+    )
     if parent_list.shape[1] > 0 or depth > 1:
         check_at_least("parent_list columns", parent_list.shape[1], topk * (depth - 1) + 1)
-    check_shape("verified_seq_len", verified_seq_len, (requests,))
-    for name, tensor in (
-        ("parent_list", parent_list),
-        ("selected_index", selected_index),
-        ("verified_seq_len", verified_seq_len),
-    ):
-        check_dtype(name, tensor)
-        check_place(name, tensor, selected_index.device, "selected_index")
 
 
 def _check_mask(

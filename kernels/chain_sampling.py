@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place
+from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place, check_tensors
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.chain_sampling_kernels import OFFSET_FACTOR, launch_chain_sampling, signed
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32_reference
@@ -77,7 +77,16 @@ def chain_speculative_sampling(
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
     counters = (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
-    _check_inputs(draft_probs, draft_token_ids, target_probs, counters)
+    probabilities = (torch.float32, torch.bfloat16)
+    check_shape("draft_token_ids", draft_token_ids, ("B", "S"))
+    check_tensors(
+        target_probs=(target_probs, (draft_token_ids.shape[0], draft_token_ids.shape[1] + 1, "V"), probabilities),
+        draft_token_ids=(draft_token_ids, ("B", "S"), INDEX_DTYPES),
+        draft_probs=(draft_probs, ("B", "S", "V"), probabilities),
+        maybe_output_accepted_token_num=(counters[0], ("B",), INDEX_DTYPES),
+        maybe_output_emitted_draft_token_num=(counters[1], ("B",), INDEX_DTYPES),
+    )
+    check_at_least("target_probs vocabulary", target_probs.shape[2], 1)
     if seed is None:
         where = target_probs.device if generator is None else generator.device
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=where, generator=generator)
@@ -87,32 +96,6 @@ def chain_speculative_sampling(
         _check_key(name, value, target_probs)
     run = launch_chain_sampling if uses_triton(target_probs) else _counted_reference
     return run(draft_probs, draft_token_ids, target_probs, counters, seed, offset)
-
-
-def _check_inputs(
-    draft_probs: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    target_probs: torch.Tensor,
-    counters: tuple[torch.Tensor | None, torch.Tensor | None],
-) -> None:
-    check_shape("draft_token_ids", draft_token_ids, ("B", "S"))
-    requests, drafts = draft_token_ids.shape
-    check_shape("target_probs", target_probs, (requests, drafts + 1, "V"))
-    check_at_least("target_probs vocabulary", target_probs.shape[2], 1)
-    floats = (torch.float32, torch.bfloat16)
-    inputs: list[tuple[str, torch.Tensor, tuple[int | str, ...], tuple[torch.dtype, ...]]] = [
-        ("draft_token_ids", draft_token_ids, (requests, drafts), INDEX_DTYPES),
-        ("draft_probs", draft_probs, (requests, drafts, target_probs.shape[2]), floats),
-        ("target_probs", target_probs, tuple(target_probs.shape), floats),
-    ]
-    names = ("maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num")
-    for name, counter in zip(names, counters, strict=True):
-        if counter is not None:
-            inputs.append((name, counter, (requests,), INDEX_DTYPES))
-    for name, tensor, shape, dtypes in inputs:
-        check_shape(name, tensor, shape)
-        check_dtype(name, tensor, dtypes)
-        check_place(name, tensor, target_probs.device, "target_probs")
 
 
 def _check_key(name: str, value: int | torch.Tensor, target_probs: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ from typing import Literal, get_args
 
 import torch
 
-from outrider.kernels.argument_checks import check_dtype
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import FLOAT_DTYPES, check_dense, check_tensors
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
 
 __all__ = ["Activation", "check_activation", "gated_activation", "gated_activation_reference"]
@@ -42,12 +42,10 @@ def gated_activation(gate_up: torch.Tensor, *, activation: Activation) -> torch.
         ValueError: a shape, dtype or stride that does not fit, or an unknown activation.
     """
     check_activation(activation)
-    check_shape("gate_up", gate_up, ("T", "2F"))
-    check_dtype("gate_up", gate_up, (torch.bfloat16, torch.float16, torch.float32))
+    check_tensors(gate_up=(gate_up, ("T", "2F"), FLOAT_DTYPES))
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up: {gate_up.shape[1]} columns given, an even number needed")
-    if gate_up.stride(1) != 1 and gate_up.shape[1] > 1:
-        raise ValueError(f"gate_up: stride {gate_up.stride(1)} of the last dimension given, 1 needed")
+    check_dense(gate_up=gate_up)
     if not uses_triton(gate_up):
         return gated_activation_reference(gate_up, activation=activation)
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2

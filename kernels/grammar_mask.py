@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import check_tensors
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 
 _WORD = 32
 _MOST_TOKENS = 2048
@@ -35,16 +35,11 @@ def apply_grammar_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.T
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
-    check_shape("logits", logits, ("T", "V"))
-    check_shape("rows", rows, ("M",))
-    check_shape("masks", masks, (rows.shape[0], "W"))
-    for name, tensor, dtype in (
-        ("logits", logits, torch.float32),
-        ("rows", rows, torch.int32),
-        ("masks", masks, torch.int32),
-    ):
-        check_dtype(name, tensor, (dtype,))
-        check_place(name, tensor, logits.device, "logits")
+    check_tensors(
+        logits=(logits, ("T", "V"), (torch.float32,)),
+        rows=(rows, ("M",), (torch.int32,)),
+        masks=(masks, ("M", "W"), (torch.int32,)),
+    )
     if not rows.shape[0] or not logits.numel():
         return
     if uses_triton(logits):

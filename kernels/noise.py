@@ -28,8 +28,8 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from outrider.kernels.argument_checks import check_dtype
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import INDEX_DTYPES, NeededTensor, check_at_least, check_tensors
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.noise_blocks import gumbel_of_word, philox_words, word_of_ids
 
 __all__ = [
@@ -76,13 +76,12 @@ def philox_uint32(
     Raises:
         ValueError: a shape or dtype that does not fit, naming the argument.
     """
-    choice = _check_rows(seeds, positions, stream, choice_index)
-    if vocab_ids.dim() == 1:
-        vocab_ids = vocab_ids.expand(seeds.shape[0], -1)
-    check_shape("vocab_ids", vocab_ids, (seeds.shape[0], "k"))
+    shape = ("k",) if vocab_ids.dim() == 1 else ("T", "k")
+    _check_rows(seeds, positions, stream, choice_index, vocab_ids=(vocab_ids, shape, INDEX_DTYPES))
+    vocab_ids = vocab_ids.expand(seeds.shape[0], -1)
     if uses_triton(seeds):
-        return _launch(seeds, positions, vocab_ids, stream, choice, as_words=True)
-    return philox_uint32_reference(seeds, positions, vocab_ids, stream, choice)
+        return _launch(seeds, positions, vocab_ids, stream, choice_index, as_words=True)
+    return philox_uint32_reference(seeds, positions, vocab_ids, stream, choice_index)
 
 
 def gumbel_noise(
@@ -107,28 +106,28 @@ def gumbel_noise(
     Raises:
         ValueError: a shape or dtype that does not fit, naming the argument.
     """
-    choice = _check_rows(seeds, positions, stream, choice_index)
-    if isinstance(vocab, torch.Tensor):
-        check_shape("vocab", vocab, (seeds.shape[0], "k"))
-    elif vocab < 1:
-        raise ValueError(f"vocab: {vocab} given, at least 1 needed")
+    vocab_ids = vocab if isinstance(vocab, torch.Tensor) else None
+    _check_rows(seeds, positions, stream, choice_index, vocab=(vocab_ids, ("T", "k"), INDEX_DTYPES))
+    if not isinstance(vocab, torch.Tensor):
+        check_at_least("vocab", vocab, 1)
     if uses_triton(seeds):
         ids = vocab if isinstance(vocab, torch.Tensor) else _all_ids(vocab, seeds)
-        return _launch(seeds, positions, ids, stream, choice, as_words=False)
-    return gumbel_noise_reference(seeds, positions, vocab, stream, choice)
+        return _launch(seeds, positions, ids, stream, choice_index, as_words=False)
+    return gumbel_noise_reference(seeds, positions, vocab, stream, choice_index)
 
 
 def _check_rows(
-    seeds: torch.Tensor, positions: torch.Tensor, stream: int, choice_index: torch.Tensor | int
-) -> torch.Tensor | int:
-    check_shape("seeds", seeds, ("T",))
-    check_dtype("seeds", seeds, (torch.int64,))
-    check_shape("positions", positions, (seeds.shape[0],))
+    seeds: torch.Tensor, positions: torch.Tensor, stream: int, choice_index: torch.Tensor | int, **ids: NeededTensor
+) -> None:
+    choices = choice_index if isinstance(choice_index, torch.Tensor) else None
+    check_tensors(
+        seeds=(seeds, ("T",), (torch.int64,)),
+        positions=(positions, ("T",), INDEX_DTYPES),
+        choice_index=(choices, ("T",), INDEX_DTYPES),
+        **ids,
+    )
     if not 0 <= stream < 2**32:
         raise ValueError(f"stream: {stream} given, 0 to 2^32 - 1 needed")
-    if isinstance(choice_index, torch.Tensor):
-        check_shape("choice_index", choice_index, (seeds.shape[0],))
-    return choice_index
 
 
 def _all_ids(vocab_size: int, seeds: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import FLOAT_DTYPES, INDEX_DTYPES, check_dense, check_tensors
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.residual_norm import normed_block, residual_norm_reference
 
 __all__ = ["paired_norm", "paired_norm_reference"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def paired_norm(
@@ -56,7 +54,15 @@ def paired_norm(
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, naming the argument.
     """
-    _check_arguments(hidden, token_ids, table, table_weight, hidden_weight)
+    factors = (torch.float32, hidden.dtype)
+    check_tensors(
+        hidden=(hidden, ("T", "N"), FLOAT_DTYPES),
+        token_ids=(token_ids, ("T",), INDEX_DTYPES),
+        table=(table, ("V", "N"), (hidden.dtype,)),
+        table_weight=(table_weight, ("N",), factors),
+        hidden_weight=(hidden_weight, ("N",), factors),
+    )
+    check_dense(hidden=hidden, token_ids=token_ids, table=table, table_weight=table_weight, hidden_weight=hidden_weight)
     weights = {"table_weight": table_weight, "hidden_weight": hidden_weight}
     if not uses_triton(hidden):
         return paired_norm_reference(hidden, token_ids, table, **weights, eps=eps, streams_normed=streams_normed)
@@ -84,33 +90,6 @@ def paired_norm(
             **early_options(hidden.device),
         )
     return stream, pair
-
-
-def _check_arguments(
-    hidden: torch.Tensor,
-    token_ids: torch.Tensor,
-    table: torch.Tensor,
-    table_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
-) -> None:
-    check_shape("hidden", hidden, ("T", "N"))
-    rows, columns = hidden.shape
-    check_dtype("hidden", hidden, _DTYPES)
-    check_shape("token_ids", token_ids, (rows,))
-    check_dtype("token_ids", token_ids)
-    check_shape("table", table, ("V", columns))
-    check_dtype("table", table, (hidden.dtype,))
-    for name, factors in (("table_weight", table_weight), ("hidden_weight", hidden_weight)):
-        check_shape(name, factors, (columns,))
-        check_dtype(name, factors, (torch.float32, hidden.dtype))
-    tensors = {
-        "hidden": hidden, "token_ids": token_ids, "table": table, "table_weight": table_weight,
-        "hidden_weight": hidden_weight,
-    }  # fmt: skip
-    for name, tensor in tensors.items():
-        check_place(name, tensor, hidden.device, "hidden")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: stride {tensor.stride(-1)} of the last dimension given, 1 needed")
 
 
 def paired_norm_reference(

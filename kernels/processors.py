@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.argument_checks import INDEX_DTYPES, NeededTensor, check_place, check_tensors
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 
 __all__ = ["ProcessorBatch", "apply_processors", "apply_processors_reference"]
@@ -95,22 +95,19 @@ class ProcessorBatch:
     def __post_init__(self) -> None:
         check_shape("row_session", self.row_session, ("T",))
         sizes = {"T + 1": self.row_session.shape[0] + 1}
+        if self.repetition_penalty is not None:
+            sizes["S + 1"] = self.repetition_penalty.shape[0] + 1
+        needed: dict[str, NeededTensor] = {"row_session": (self.row_session, ("T",), INDEX_DTYPES)}
         for group in _GROUPS:
-            if all(getattr(self, name) is None for name in group):
+            columns = {name: getattr(self, name) for name in group}
+            if all(column is None for column in columns.values()):
                 continue
-            for name, size in group.items():
-                self._check_column(name, size, sizes)
-
-    def _check_column(self, name: str, size: str, sizes: dict[str, int]) -> None:
-        """Check one column of a group in use; the first column of each named size sets it for the others."""
-        column = getattr(self, name)
-        if column is None:
-            raise ValueError(f"{name}: None given, a tensor needed as for the rest of its group")
-        check_place(name, column, self.row_session.device, "row_session")
-        check_shape(name, column, (sizes.get(size, size),))
-        sizes[size] = column.shape[0]
-        if size == "S":
-            sizes["S + 1"] = column.shape[0] + 1
+            for name, column in columns.items():
+                if column is None:
+                    raise ValueError(f"{name}: None given, a tensor needed as for the rest of its group")
+                dtypes = (torch.float32,) if name.endswith(("_penalty", "_values")) else INDEX_DTYPES
+                needed[name] = (column, (sizes.get(group[name], group[name]),), dtypes)
+        check_tensors(**needed)
 
     @property
     def is_empty(self) -> bool:
@@ -128,9 +125,8 @@ def apply_processors(logits: torch.Tensor, batch: ProcessorBatch) -> None:
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
-    check_shape("logits", logits, (batch.row_session.shape[0], "V"))
-    check_dtype("logits", logits, (torch.float32,))
-    check_place("logits", logits, batch.row_session.device, "batch")
+    check_tensors(logits=(logits, (batch.row_session.shape[0], "V"), (torch.float32,)))
+    check_place("batch", batch.row_session, logits.device, "logits")
     if batch.is_empty or logits.numel() == 0:
         return
     if uses_triton(logits):

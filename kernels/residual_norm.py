@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import FLOAT_DTYPES, check_at_least, check_dense, check_tensors
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
 
 __all__ = ["normed_block", "residual_norm", "residual_norm_reference"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def residual_norm(
@@ -61,25 +59,18 @@ def residual_norm(
 def _check_arguments(
     hidden: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, addend_weight: torch.Tensor | None
 ) -> None:
-    check_shape("hidden", hidden, ("T", "N"))
-    rows, columns = hidden.shape
-    check_dtype("hidden", hidden, _DTYPES)
     allowed = (torch.float32, hidden.dtype)
-    for name, factors in (("weight", weight), ("addend_weight", addend_weight)):
-        if factors is not None:
-            check_shape(name, factors, (columns,))
-            check_dtype(name, factors, allowed)
-            check_place(name, factors, hidden.device, "hidden")
+    check_tensors(
+        hidden=(hidden, ("T", "N"), FLOAT_DTYPES),
+        addend=(addend, ("P", "T", "N"), allowed),
+        weight=(weight, ("N",), allowed),
+        addend_weight=(addend_weight, ("N",), allowed),
+    )
     if addend is not None:
-        check_shape("addend", addend, ("P", rows, columns))
         check_at_least("addend parts", addend.shape[0], 1)
-        check_dtype("addend", addend, allowed)
-        check_place("addend", addend, hidden.device, "hidden")
     elif addend_weight is not None:
         raise ValueError("addend_weight: given without an addend, which it norms")
-    for name, tensor in (("hidden", hidden), ("addend", addend), ("weight", weight), ("addend_weight", addend_weight)):
-        if tensor is not None and columns > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: stride {tensor.stride(-1)} of the last dimension given, 1 needed")
+    check_dense(hidden=hidden, addend=addend, weight=weight, addend_weight=addend_weight)
 
 
 def residual_norm_reference(

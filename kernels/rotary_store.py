@@ -25,14 +25,12 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
+from outrider.kernels.argument_checks import FLOAT_DTYPES, INDEX_DTYPES, check_at_least, check_dense, check_tensors
 from outrider.kernels.backend import check_shape, triton, uses_triton
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.rotary_store_kernels import rotary_store_kernel
 
 __all__ = ["rotary_store", "rotary_store_reference"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rotary_store(
@@ -114,48 +112,32 @@ class _Step:
 
     def check(self) -> None:
         check_shape("key_cache", self.key_cache, ("num_slots", "Hkv", "D"))
-        check_shape("value_cache", self.value_cache, tuple(self.key_cache.shape))
         _, heads_kv, head_dim = self.key_cache.shape
         check_at_least("heads", self.heads, 1)
-        columns = (self.heads + 2 * heads_kv) * head_dim
-        check_shape("qkv", self.qkv, ("P", "T", columns))
-        check_at_least("qkv parts", self.qkv.shape[0], 1)
         if head_dim % 2:
             raise ValueError(f"key_cache: head size {head_dim} given, an even one needed")
-        check_shape("cos_sin", self.cos_sin, ("positions", 2, head_dim // 2))
+        columns = (self.heads + 2 * heads_kv) * head_dim
+        check_tensors(
+            qkv=(self.qkv, ("P", "T", columns), FLOAT_DTYPES),
+            cos_sin=(self.cos_sin, ("positions", 2, head_dim // 2), (torch.float32,)),
+            positions=(self.positions, ("T",), INDEX_DTYPES),
+            write_slots=(self.write_slots, ("T",), INDEX_DTYPES),
+            key_cache=(self.key_cache, ("num_slots", "Hkv", "D"), (*FLOAT_DTYPES, torch.float8_e4m3fn)),
+            value_cache=(self.value_cache, ("num_slots", "Hkv", "D"), (self.key_cache.dtype,)),
+            bias=(self.bias, (columns,), FLOAT_DTYPES),
+            q_norm=(self.q_norm, (head_dim,), FLOAT_DTYPES),
+            k_norm=(self.k_norm, (head_dim,), FLOAT_DTYPES),
+        )
+        check_at_least("qkv parts", self.qkv.shape[0], 1)
         check_at_least("cos_sin positions", self.cos_sin.shape[0], 1)
-        rows = self.qkv.shape[1]
-        check_shape("positions", self.positions, (rows,))
-        check_shape("write_slots", self.write_slots, (rows,))
-        for name, tensor, size in self._factors(columns, head_dim):
-            check_shape(name, tensor, (size,))
-            check_dtype(name, tensor, _DTYPES)
-        self._check_kinds()
-
-    def _factors(self, columns: int, head_dim: int) -> list[tuple[str, torch.Tensor, int]]:
-        factors = (("bias", self.bias, columns), ("q_norm", self.q_norm, head_dim), ("k_norm", self.k_norm, head_dim))
-        return [(name, tensor, size) for name, tensor, size in factors if tensor is not None]
-
-    def _check_kinds(self) -> None:
-        check_dtype("qkv", self.qkv, _DTYPES)
-        check_dtype("cos_sin", self.cos_sin, (torch.float32,))
-        check_dtype("positions", self.positions)
-        check_dtype("write_slots", self.write_slots)
-        check_dtype("key_cache", self.key_cache, (*_DTYPES, torch.float8_e4m3fn))
-        check_dtype("value_cache", self.value_cache, (self.key_cache.dtype,))
-        if self.result_dtype not in _DTYPES:
-            raise ValueError(f"query_dtype: {self.query_dtype} given, one of {', '.join(map(str, _DTYPES))} needed")
-        tensors = {
-            "qkv": self.qkv, "cos_sin": self.cos_sin, "positions": self.positions, "write_slots": self.write_slots,
-            "key_cache": self.key_cache, "value_cache": self.value_cache, "bias": self.bias, "q_norm": self.q_norm,
-            "k_norm": self.k_norm,
-        }  # fmt: skip
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            check_place(name, tensor, self.qkv.device, "qkv")
-            if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-                raise ValueError(f"{name}: stride {tensor.stride(-1)} of the last dimension given, 1 needed")
+        if self.result_dtype not in FLOAT_DTYPES:
+            needed = ", ".join(map(str, FLOAT_DTYPES))
+            raise ValueError(f"query_dtype: {self.query_dtype} given, one of {needed} needed")
+        check_dense(
+            qkv=self.qkv, cos_sin=self.cos_sin, positions=self.positions, write_slots=self.write_slots,
+            key_cache=self.key_cache, value_cache=self.value_cache, bias=self.bias, q_norm=self.q_norm,
+            k_norm=self.k_norm,
+        )  # fmt: skip
 
 
 def rotary_store_reference(

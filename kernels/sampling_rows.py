@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
-from outrider.kernels.backend import check_shape
+from outrider.kernels.argument_checks import FLOAT_DTYPES, INDEX_DTYPES, check_at_least, check_tensors
 
 _FLOATING = ("temperature", "top_p", "min_p")
 
@@ -53,23 +52,21 @@ def checked_rows(
         logit_bias=logit_bias,
         choice_index=choice_index,
     )
-    names = (*_FLOATING, "seeds", "positions", "top_k", "choice_index")
-    check_sampling(logits, **{name: column for name in names if (column := getattr(rows, name)) is not None})
-    check_dtype("seeds", seeds, (torch.int64,))
-    if logit_bias is not None:
-        check_shape("logit_bias", logit_bias, tuple(logits.shape))
-        check_place("logit_bias", logit_bias, logits.device, "logits")
+    names = (*_FLOATING, "top_k", "positions", "choice_index")
+    check_sampling(logits, **{name: getattr(rows, name) for name in names})
+    check_tensors(
+        logits=(logits, ("T", "V"), FLOAT_DTYPES),
+        seeds=(seeds, ("T",), (torch.int64,)),
+        logit_bias=(logit_bias, ("T", "V"), FLOAT_DTYPES),
+    )
     return rows
 
 
-def check_sampling(logits: torch.Tensor, **columns: torch.Tensor) -> None:
+def check_sampling(logits: torch.Tensor, **columns: torch.Tensor | None) -> None:
     """Raise ValueError unless `logits` are [T, V] and each column, by its name, is [T], of its type and beside them."""
-    check_shape("logits", logits, ("T", "V"))
-    if logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits: {list(logits.shape)} {logits.dtype} given, at least one floating column needed")
-    for name, column in columns.items():
-        check_shape(name, column, (logits.shape[0],))
-        check_place(name, column, logits.device, "logits")
-        if column.is_floating_point() != (name in _FLOATING):
-            needed = "torch.float32" if name in _FLOATING else "torch.int32 or torch.int64"
-            raise ValueError(f"{name}: dtype {column.dtype} given, {needed} needed")
+    needed = {
+        name: (column, ("T",), (torch.float32,) if name in _FLOATING else INDEX_DTYPES)
+        for name, column in columns.items()
+    }
+    check_tensors(logits=(logits, ("T", "V"), FLOAT_DTYPES), **needed)
+    check_at_least("logits vocabulary", logits.shape[1], 1)

@@ -18,7 +18,8 @@ import functools
 
 import torch
 
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import FLOAT_DTYPES, check_tensors
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.scaled_weight import LARGEST, ScaledWeight, is_interleaved, stored_order
 
 __all__ = ["can_scale_rows", "scale_rows", "scale_rows_reference", "scaled_product"]
@@ -56,15 +57,15 @@ def scale_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Every row rounded to 8 bits by a factor of its own, in the order in which weights are stored.
 
     Args:
-        rows: [T, K] floats.
+        rows: [T, K] bfloat16, float16 or float32.
 
     Returns:
         [T, K] float8_e4m3fn and [T] float32.
 
     Raises:
-        ValueError: they are no matrix.
+        ValueError: a shape or dtype that does not fit, naming the argument.
     """
-    check_shape("rows", rows, ("T", "K"))
+    check_tensors(rows=(rows, ("T", "K"), FLOAT_DTYPES))
     if not uses_triton(rows):
         return scale_rows_reference(rows)
     count, inner = rows.shape

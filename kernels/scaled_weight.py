@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.kernels.argument_checks import check_tensors
 from outrider.kernels.backend import check_shape
 
 __all__ = ["LARGEST", "ScaledWeight", "is_interleaved", "quantised", "row_scales", "scaled_weight", "stored_order"]
@@ -102,10 +103,7 @@ def scaled_weight(values: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
     Raises:
         ValueError: a shape or dtype that does not fit, naming the argument.
     """
-    check_shape("values", values, ("N", "K"))
-    check_shape("scales", scales, (values.shape[0],))
-    if values.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
-        raise ValueError(f"values, scales: {values.dtype} and {scales.dtype} given, float8_e4m3fn and float32 needed")
+    check_tensors(values=(values, ("N", "K"), (torch.float8_e4m3fn,)), scales=(scales, ("N",), (torch.float32,)))
     if not is_interleaved(values.shape[1]):
         return ScaledWeight(values.contiguous(), scales.contiguous())
     # Of a place in 64: step of the matrix units (4), half (2), thread (4), which of two (2).

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
-from outrider.kernels.backend import check_shape, uses_triton
+from outrider.kernels.argument_checks import FLOAT_DTYPES, check_tensors
+from outrider.kernels.backend import uses_triton
 from outrider.kernels.gated_activation import (
     Activation,
     check_activation,
@@ -36,8 +36,6 @@ from outrider.kernels.scaled_weight import ScaledWeight
 from outrider.kernels.skinny_linear_launch import ProductCall, Weight, can_stream, can_widen, launch
 
 __all__ = ["Weight", "gated_linear", "gated_linear_reference", "linear", "linear_parts", "linear_reference"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Up to this many rows our kernels are the faster ones on an H200; beyond, torch's (cuBLAS).
 MOST_ROWS = 72
@@ -118,13 +116,12 @@ def _of_many(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def _check_arguments(rows: torch.Tensor, weight: Weight) -> None:
-    check_shape("rows", rows, ("T", "K"))
     is_scaled = isinstance(weight, ScaledWeight)
     numbers = weight.values if is_scaled else weight
-    check_shape("weight", numbers, ("N", rows.shape[1]))
-    check_dtype("rows", rows, _DTYPES)
-    check_dtype("weight", numbers, (torch.float8_e4m3fn if is_scaled else rows.dtype,))
-    check_place("weight", numbers, rows.device, "rows")
+    check_tensors(
+        rows=(rows, ("T", "K"), FLOAT_DTYPES),
+        weight=(numbers, ("N", "K"), (torch.float8_e4m3fn if is_scaled else rows.dtype,)),
+    )
 
 
 def linear_reference(rows: torch.Tensor, weight: Weight) -> torch.Tensor:

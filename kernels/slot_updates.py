@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import INDEX_DTYPES, check_tensors
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 
 __all__ = [
     "gather_paths",
@@ -30,7 +30,7 @@ __all__ = [
     "store_positions_reference",
 ]
 
-_INT32, _INT64 = (torch.int32,), (torch.int64,)
+_INT32 = (torch.int32,)
 # Entries that a program copies at a time.
 _BLOCK = 1024
 # Entries that a program writes one by one.
@@ -51,15 +51,13 @@ def gather_slot_rows(table: torch.Tensor, rows: torch.Tensor, key_len: torch.Ten
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
-    check_shape("table", table, ("rows", "len"))
-    check_shape("rows", rows, ("S",))
+    check_tensors(
+        table=(table, ("rows", "len"), _INT32),
+        rows=(rows, ("S",), INDEX_DTYPES),
+        key_len=(key_len, ("S",), INDEX_DTYPES),
+        out=(out, ("S", "max_len"), _INT32),
+    )
     sessions = rows.shape[0]
-    check_shape("key_len", key_len, (sessions,))
-    check_shape("out", out, (sessions, "max_len"))
-    for name, tensor, dtypes in (("table", table, _INT32), ("out", out, _INT32), ("rows", rows, None),
-                                 ("key_len", key_len, None)):  # fmt: skip
-        check_dtype(name, tensor, *(() if dtypes is None else (dtypes,)))
-        check_place(name, tensor, table.device, "table")
     most = min(table.shape[1], out.shape[1])
     if not uses_triton(table):
         gather_slot_rows_reference(table, rows, key_len, out)
@@ -128,13 +126,11 @@ def store_positions(slot_positions: torch.Tensor, write_slots: torch.Tensor, pos
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
-    check_shape("slot_positions", slot_positions, ("num_slots",))
-    check_dtype("slot_positions", slot_positions, _INT32)
-    check_shape("write_slots", write_slots, ("T",))
-    check_shape("positions", positions, (write_slots.shape[0],))
-    for name, tensor in (("write_slots", write_slots), ("positions", positions)):
-        check_dtype(name, tensor)
-        check_place(name, tensor, slot_positions.device, "slot_positions")
+    check_tensors(
+        slot_positions=(slot_positions, ("num_slots",), _INT32),
+        write_slots=(write_slots, ("T",), INDEX_DTYPES),
+        positions=(positions, ("T",), INDEX_DTYPES),
+    )
     if not uses_triton(slot_positions):
         store_positions_reference(slot_positions, write_slots, positions)
     elif write_slots.numel():
@@ -193,17 +189,18 @@ def gather_paths(
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit, naming the argument.
     """
-    check_shape("slot_table", slot_table, ("S", "max_len"))
-    check_shape("tree_mask", tree_mask, ("T", "W"))
-    (rows, words), count = tree_mask.shape, slot_table.shape[0]
-    shapes = {"sessions": (rows,), "tree_start": (count,), "key_len": (count,), "paths": (rows, 64 * words)}
-    tensors = {"sessions": sessions, "tree_start": tree_start, "key_len": key_len, "paths": paths}
-    for name, shape in shapes.items():
-        check_shape(name, tensors[name], shape)
-    for name, tensor in {"slot_table": slot_table, "tree_mask": tree_mask, **tensors}.items():
-        check_dtype(name, tensor, _INT64 if name == "tree_mask" else _INT32)
-        check_place(name, tensor, slot_table.device, "slot_table")
-        if name != "slot_table" and not tensor.is_contiguous():
+    check_tensors(
+        slot_table=(slot_table, ("S", "max_len"), _INT32),
+        tree_mask=(tree_mask, ("T", "W"), (torch.int64,)),
+        sessions=(sessions, ("T",), _INT32),
+        tree_start=(tree_start, ("S",), _INT32),
+        key_len=(key_len, ("S",), _INT32),
+        paths=(paths, ("T", 64 * tree_mask.shape[-1]), _INT32),
+    )
+    rows, words = tree_mask.shape
+    columns = {"tree_mask": tree_mask, "sessions": sessions, "tree_start": tree_start, "key_len": key_len}
+    for name, tensor in {**columns, "paths": paths}.items():
+        if not tensor.is_contiguous():
             raise ValueError(f"{name}: strides {tensor.stride()} given, a contiguous tensor needed")
     if not uses_triton(slot_table):
         gather_paths_reference(slot_table, sessions, tree_start, key_len, tree_mask, paths)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.argument_checks import FLOAT_DTYPES, check_place, check_tensors
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.tree_attention_batch import SessionPlan, TreeAttentionBatch
 from outrider.kernels.tree_attention_launch import AttentionCall, AttentionNumbers, launch
@@ -77,19 +77,14 @@ def check_arguments(
     sliding_window: int,
 ) -> None:
     """The checks of `tree_attention`."""
-    check_dtype("query", query, (torch.float32, torch.bfloat16, torch.float16))
-    check_shape("query", query, (batch.prefix_len.shape[0], "H", "D"))
-    check_shape("key_cache", key_cache, ("num_slots", "Hkv", query.shape[2]))
-    check_shape("value_cache", value_cache, tuple(key_cache.shape))
+    check_tensors(
+        query=(query, (batch.prefix_len.shape[0], "H", "D"), FLOAT_DTYPES),
+        key_cache=(key_cache, ("num_slots", "Hkv", "D"), (query.dtype, torch.float8_e4m3fn)),
+        value_cache=(value_cache, ("num_slots", "Hkv", "D"), (key_cache.dtype,)),
+    )
+    check_place("batch", batch.tree_mask, query.device, "query")
     if key_cache.shape[1] == 0 or query.shape[1] % key_cache.shape[1]:
         raise ValueError(f"query: {query.shape[1]} heads given, a multiple of Hkv = {key_cache.shape[1]} needed")
-    if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
-        raise ValueError(f"key_cache: dtype {key_cache.dtype} given, {query.dtype} (that of query) "
-                         "or torch.float8_e4m3fn needed")  # fmt: skip
-    if value_cache.dtype != key_cache.dtype:
-        raise ValueError(f"value_cache: dtype {value_cache.dtype} given, {key_cache.dtype} (that of key_cache) needed")
-    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache), ("batch", batch.tree_mask)):
-        check_place(name, tensor, query.device, "query")
     if sliding_window > 0:
         if batch.positions is None or batch.slot_positions is None:
             raise ValueError("batch: no positions or slot_positions given, both needed with a sliding window")

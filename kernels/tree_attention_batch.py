@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
-from outrider.kernels.backend import check_shape
-
-_INT32_COLUMNS = (
-    "slot_table", "query_start", "tree_start", "prefix_len", "key_len", "positions", "slot_positions", "paths",
-)  # fmt: skip
+from outrider.kernels.argument_checks import check_tensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,24 +61,18 @@ class TreeAttentionBatch:
     _cpu_plans: dict[tuple[int, int], tuple[SessionPlan, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        sessions, rows = self.key_len.shape[0], self.prefix_len.shape[0]
-        check_shape("slot_table", self.slot_table, (sessions, "max_len"))
-        check_shape("query_start", self.query_start, (sessions + 1,))
-        check_shape("tree_start", self.tree_start, (sessions,))
-        check_shape("key_len", self.key_len, (sessions,))
-        check_shape("prefix_len", self.prefix_len, (rows,))
-        check_shape("tree_mask", self.tree_mask, (rows, "words"))
-        check_dtype("tree_mask", self.tree_mask, (torch.int64,))
-        if self.positions is not None:
-            check_shape("positions", self.positions, (rows,))
-        if self.slot_positions is not None:
-            check_shape("slot_positions", self.slot_positions, ("num_slots",))
-        if self.paths is not None:
-            check_shape("paths", self.paths, (rows, 64 * self.tree_mask.shape[1]))
-        for name in _INT32_COLUMNS:
-            if (column := getattr(self, name)) is not None:
-                check_dtype(name, column, (torch.int32,))
-                check_place(name, column, self.tree_mask.device, "tree_mask")
+        int32 = (torch.int32,)
+        check_tensors(
+            key_len=(self.key_len, ("S",), int32),
+            prefix_len=(self.prefix_len, ("T",), int32),
+            slot_table=(self.slot_table, ("S", "max_len"), int32),
+            query_start=(self.query_start, (self.key_len.shape[0] + 1,), int32),
+            tree_start=(self.tree_start, ("S",), int32),
+            tree_mask=(self.tree_mask, ("T", "words"), (torch.int64,)),
+            positions=(self.positions, ("T",), int32),
+            slot_positions=(self.slot_positions, ("num_slots",), int32),
+            paths=(self.paths, ("T", 64 * self.tree_mask.shape[-1]), int32),
+        )
         if self.max_key_len > self.slot_table.shape[1]:
             raise ValueError(f"max_key_len: {self.max_key_len} given, at most {self.slot_table.shape[1]} needed")
         if self.split_keys is not None and self.split_keys < 1:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
-from outrider.kernels.backend import check_shape, jit, tl
+from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place, check_tensors
+from outrider.kernels.backend import jit, tl
 
 __all__ = ["check_walk", "first_marked", "link_views", "links_of_parents", "links_of_rows", "stretch_of"]
 
@@ -40,26 +40,20 @@ def check_walk(
     Raises:
         ValueError: a shape, dtype or device that does not fit, or an output too small, naming the argument.
     """
-    check_shape("candidates", candidates, ("bs", "n"))
+    check_tensors(
+        candidates=(candidates, ("bs", "n"), INDEX_DTYPES),
+        retrive_index=(retrive_index, ("bs", "n"), INDEX_DTYPES),
+        retrive_next_token=(retrive_next_token, ("bs", "n"), INDEX_DTYPES),
+        retrive_next_sibling=(retrive_next_sibling, ("bs", "n"), INDEX_DTYPES),
+        accept_index=(accept_index, ("rows", "S"), INDEX_DTYPES),
+        accept_token_num=(accept_token_num, ("size",), INDEX_DTYPES),
+        predicts=(predicts, tuple(predicts.shape), INDEX_DTYPES),
+    )
     requests = candidates.shape[0]
-    links = {
-        "candidates": candidates,
-        "retrive_index": retrive_index,
-        "retrive_next_token": retrive_next_token,
-        "retrive_next_sibling": retrive_next_sibling,
-    }
-    for name, tensor in links.items():
-        check_shape(name, tensor, tuple(candidates.shape))
-    check_shape("accept_index", accept_index, ("bs", "S"))
-    check_shape("accept_token_num", accept_token_num, ("bs",))
     check_at_least("predicts size", predicts.numel(), candidates.numel() if rows is None else rows)
     check_at_least("accept_index rows", accept_index.shape[0], requests)
     check_at_least("accept_index columns", accept_index.shape[1], 1)
     check_at_least("accept_token_num size", accept_token_num.shape[0], requests)
-    outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
-    for name, tensor in (links | outputs).items():
-        check_dtype(name, tensor)
-        check_place(name, tensor, candidates.device, "candidates")
 
 
 def link_views(

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, write_back
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.argument_checks import check_at_least, check_columns, check_tensors, write_back
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.tree_links import first_marked, link_views, links_of_parents, links_of_rows, stretch_of
 
 __all__ = [
@@ -67,12 +67,9 @@ def reconstruct_indices_from_tree_mask(
     """
     check_at_least("batch_size", batch_size, 0)
     check_at_least("draft_token_num", draft_token_num, 1)
+    check_tensors(tree_mask=(tree_mask, tuple(tree_mask.shape), (torch.bool,)))
     check_at_least("tree_mask size", tree_mask.numel(), batch_size * draft_token_num**2)
-    check_dtype("tree_mask", tree_mask, (torch.bool,))
-    check_shape("verified_seq_len", verified_seq_len, ("bs",))
-    check_at_least("verified_seq_len size", verified_seq_len.shape[0], batch_size)
-    check_dtype("verified_seq_len", verified_seq_len)
-    check_place("verified_seq_len", verified_seq_len, tree_mask.device, "tree_mask")
+    check_columns("tree_mask", tree_mask.device, {"verified_seq_len": (verified_seq_len, batch_size)})
     outputs = link_views(
         positions, retrive_index, retrive_next_token, retrive_next_sibling,
         shape=(batch_size, draft_token_num), like=tree_mask, owner="tree_mask",
@@ -218,15 +215,9 @@ def segment_packbits(
             depends on output_indptr and is checked on the CPU only.
     """
     check_at_least("batch_size", batch_size, 0)
-    for name, tensor, dtypes in (("x", x, (torch.bool, torch.uint8)), ("y", y, (torch.uint8,))):
-        check_shape(name, tensor, ("size",))
-        check_dtype(name, tensor, dtypes)
-        check_place(name, tensor, x.device, "x")
-    for name, tensor in (("input_indptr", input_indptr), ("output_indptr", output_indptr)):
-        check_shape(name, tensor, ("bs + 1",))
-        check_at_least(f"{name} size", tensor.shape[0], batch_size + 1)
-        check_dtype(name, tensor)
-        check_place(name, tensor, x.device, "x")
+    check_tensors(x=(x, ("size",), (torch.bool, torch.uint8)), y=(y, ("bytes",), (torch.uint8,)))
+    pointers = {"input_indptr": (input_indptr, batch_size + 1), "output_indptr": (output_indptr, batch_size + 1)}
+    check_columns("x", x.device, pointers)
     if batch_size == 0:
         return
     if not y.is_cuda:

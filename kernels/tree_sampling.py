@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, write_back
-from outrider.kernels.backend import check_shape, uses_triton
+from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_tensors, write_back
+from outrider.kernels.backend import uses_triton
 from outrider.kernels.residual_sampling import residual_tokens_reference
 from outrider.kernels.tree_links import check_walk
 from outrider.kernels.tree_sampling_kernels import launch_tree_sampling, rounded_thresholds
@@ -75,7 +75,14 @@ def tree_speculative_sampling_target_only(
     links = (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     coins = (uniform_samples, uniform_samples_for_final_sampling)
     check_walk(predicts, accept_index, accept_token_num, *links)
-    _check_inputs(candidates, coins, target_probs, draft_probs)
+    check_tensors(
+        candidates=(candidates, ("bs", "n"), INDEX_DTYPES),
+        uniform_samples=(uniform_samples, ("bs", "n"), (torch.float32,)),
+        uniform_samples_for_final_sampling=(coins[1], ("bs",), (torch.float32,)),
+        target_probs=(target_probs, ("bs", "n", "V"), (torch.float32, torch.bfloat16)),
+        draft_probs=(draft_probs, ("bs", "n", "V"), (target_probs.dtype,)),
+    )
+    check_at_least("target_probs vocabulary", target_probs.shape[2], 1)
     if candidates.numel() == 0:
         return
     run = launch_tree_sampling if uses_triton(candidates) else tree_speculative_sampling_target_only_reference
@@ -84,27 +91,6 @@ def tree_speculative_sampling_target_only(
         flat, accept_index, accept_token_num, *links, *coins, target_probs, draft_probs, threshold_single, threshold_acc
     )
     write_back([predicts], [flat])
-
-
-def _check_inputs(
-    candidates: torch.Tensor,
-    coins: tuple[torch.Tensor, torch.Tensor],
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-) -> None:
-    requests, nodes = candidates.shape
-    inputs: list[tuple[str, torch.Tensor, tuple[int | str, ...], tuple[torch.dtype, ...]]] = [
-        ("uniform_samples", coins[0], (requests, nodes), (torch.float32,)),
-        ("uniform_samples_for_final_sampling", coins[1], (requests,), (torch.float32,)),
-        ("target_probs", target_probs, (requests, nodes, "V"), (torch.float32, torch.bfloat16)),
-    ]
-    if draft_probs is not None:
-        inputs.append(("draft_probs", draft_probs, tuple(target_probs.shape), (target_probs.dtype,)))
-    for name, tensor, shape, dtypes in inputs:
-        check_shape(name, tensor, shape)
-        check_dtype(name, tensor, dtypes)
-        check_place(name, tensor, candidates.device, "candidates")
-    check_at_least("target_probs vocabulary", target_probs.shape[2], 1)
 
 
 def tree_speculative_sampling_target_only_reference(

@@ -161,44 +161,6 @@ def test_every_size_on_a_gpu() -> None:
     _check_random_next(device, [(batch, columns) for batch in batches for columns in (1, 2, 5, 65, 257)])
 
 
-@pytest.mark.parametrize(
-    ("place", "given", "message"),
-    [
-        (0, torch.zeros(2, 2, dtype=torch.int64), r"cu_num_draft_tokens: shape \[2, 2\] given"),
-        (1, torch.zeros(1, dtype=torch.int64), "valid_sampled_tokens_count size: 1 given, at least 2 needed"),
-        (2, torch.zeros(2, dtype=torch.int64), "query_start_loc size: 2 given, at least 3 needed"),
-        (3, torch.zeros(1, dtype=torch.int64), "token_indices_to_sample size: 1 given, at least 2 needed"),
-        (4, torch.zeros(2), "num_rejected_tokens: dtype torch.float32 given"),
-        (4, torch.zeros(2, dtype=torch.int64, device="meta"), "num_rejected_tokens: device meta given"),
-    ],
-)
-def test_bad_arguments_of_prepared_inputs_are_named(place: int, given: torch.Tensor, message: str) -> None:
-    arguments = [torch.zeros(size, dtype=torch.int64) for size in (2, 2, 3, 2, 2)]
-    arguments[place] = given
-    with pytest.raises(ValueError, match=message):
-        eagle_prepare_inputs_padded(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("place", "given", "message"),
-    [
-        (0, torch.zeros(2, dtype=torch.int64), r"sampled_token_ids: shape \[2\] given, \[B, K \+ 1\] needed"),
-        (0, torch.zeros(2, 3), "sampled_token_ids: dtype torch.float32 given"),
-        (1, torch.zeros(2, dtype=torch.int64), "discard_request_mask: dtype torch.int64 given, torch.bool needed"),
-        (2, torch.zeros(1, dtype=torch.int64), "backup_next_token_ids size: 1 given, at least 2 needed"),
-        (3, torch.zeros(1, dtype=torch.int64), "next_token_ids size: 1 given, at least 2 needed"),
-        (4, torch.zeros(2, 1, dtype=torch.int64), r"valid_sampled_tokens_count: shape \[2, 1\] given"),
-        (5, 0, "vocab_size: 0 given, at least 1 needed"),
-    ],
-)
-def test_bad_arguments_of_next_tokens_are_named(place: int, given: Any, message: str) -> None:
-    column = torch.zeros(2, dtype=torch.int64)
-    arguments: list[Any] = [torch.zeros(2, 3, dtype=torch.int64), column.bool(), column, column, column, 9]
-    arguments[place] = given
-    with pytest.raises(ValueError, match=message):
-        eagle_prepare_next_token_padded(*arguments)
-
-
 def test_no_requests_is_no_work() -> None:
     empty, rows = torch.zeros(0, dtype=torch.int64), torch.full((3,), _POISON)
     eagle_prepare_inputs_padded(empty, empty, torch.zeros(1, dtype=torch.int64), rows, rows)
@@ -206,7 +168,7 @@ def test_no_requests_is_no_work() -> None:
     assert rows.tolist() == [_POISON] * 3
 
 
-def test_metadata_is_frozen_and_extensions_are_checked() -> None:
+def test_metadata_is_frozen() -> None:
     metadata = QueryMetadata(
         query_start_loc=torch.tensor([0, 3, 5]),
         seq_lens=torch.tensor([3, 2]),
@@ -217,12 +179,6 @@ def test_metadata_is_frozen_and_extensions_are_checked() -> None:
     )
     with pytest.raises(FrozenInstanceError):
         metadata.max_seq_len = 4  # type: ignore[misc]
-    with pytest.raises(ValueError, match="N: -1 given, at least 0 needed"):
-        extend_all_queries_by_N(metadata, -1, torch.arange(3), torch.arange(5))
-    with pytest.raises(ValueError, match="arange size: 2 given, at least 3 needed"):
-        extend_all_queries_by_N(metadata, 1, torch.arange(2), torch.arange(7))
-    with pytest.raises(ValueError, match="new_slot_mapping size: 6 given, at least 7 needed"):
-        extend_all_queries_by_N(metadata, 1, torch.arange(3), torch.arange(6))
 
 
 def test_a_draft_keeps_the_targets_limits_and_its_own_model_and_place() -> None:

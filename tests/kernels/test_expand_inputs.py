@@ -140,34 +140,6 @@ def test_every_size_on_a_gpu() -> None:
     _check_random_expansion(device, [(1, 20_000), (2, 9_000), (3, 1), (257, 300)])
 
 
-@pytest.mark.parametrize(
-    ("place", "given", "message"),
-    [
-        (0, torch.zeros(4, dtype=torch.int64), "target_token_ids size: 4 given, at least 5 needed"),
-        (1, torch.zeros(4, dtype=torch.int64), "target_positions size: 4 given, at least 5 needed"),
-        (2, torch.zeros(2, 1, dtype=torch.int64), r"next_token_ids: shape \[2, 1\] given, \[B\] needed"),
-        (3, torch.zeros(2, dtype=torch.int64), "query_start_loc size: 2 given, at least 3 needed"),
-        (4, torch.zeros(2), "query_end_loc: dtype torch.float32 given"),
-        (7, 0, "num_padding_slots_per_request: 0 given, at least 1 needed"),
-        (9, torch.zeros(8, dtype=torch.int64), "out_input_ids size: 8 given, at least 9 needed"),
-        (10, torch.zeros(8, dtype=torch.int64), "out_positions size: 8 given, at least 9 needed"),
-        (11, torch.zeros(9, dtype=torch.int64), "out_is_rejected_token_mask: dtype torch.int64 given, torch.bool"),
-        (12, torch.zeros(8, dtype=torch.bool), "out_is_masked_token_mask size: 8 given, at least 9 needed"),
-        (13, torch.zeros(5, dtype=torch.int64), "out_new_token_indices size: 5 given, at least 6 needed"),
-        (14, torch.zeros(4, dtype=torch.int64), "out_hidden_state_mapping size: 4 given, at least 5 needed"),
-        (14, None, "out_hidden_state_mapping: None given"),
-        (14, torch.zeros(5, dtype=torch.int64, device="meta"), "out_hidden_state_mapping: device meta given"),
-    ],
-)
-def test_bad_arguments_are_named(place: int, given: Any, message: str) -> None:
-    rows, start, end = torch.zeros(9, dtype=torch.int64), torch.tensor([0, 3, 5]), torch.tensor([1, 4])
-    arguments: list[Any] = [rows[:5], rows[:5], rows[:2], start, end, 0, 0, 3, True]
-    arguments += [rows, rows, rows.bool(), rows.bool(), rows[:6], rows[:5]]
-    arguments[place] = given
-    with pytest.raises(ValueError, match=message):
-        copy_and_expand_eagle_inputs(*arguments)
-
-
 def test_without_shift_no_mapping_is_needed() -> None:
     rows = torch.zeros(8, dtype=torch.int64)
     masks = rows.bool()

@@ -103,14 +103,3 @@ def test_large_vocabularies_on_a_gpu(vocabulary: int):
     off = (found > 0) != (wanted > 0)
     assert int(off.sum()) <= 2
     torch.testing.assert_close(found[~off.any(dim=1)], wanted[~off.any(dim=1)], atol=1e-6, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
-def test_wrong_columns_are_named(name: str):
-    logits = torch.zeros(2, 5)
-    settings = columns(2, logits.device)
-    with pytest.raises(ValueError, match=f"{name}: shape"):
-        filtered_probs(logits, **settings | {name: settings[name][:1]})
-    wrong = settings["min_p"] if name == "top_k" else settings["top_k"]
-    with pytest.raises(ValueError, match=f"{name}: dtype"):
-        filtered_probs(logits, **settings | {name: wrong})

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers.activations import ACT2FN
@@ -59,21 +57,6 @@ def test_rows_apart_in_memory(triton_device: torch.device) -> None:
 def test_cuda_sizes(rows: int, columns: int, activation: Activation) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _check((torch.randn(rows, 2 * columns) * 3).to(dtype), torch.device("cuda"), activation)
-
-
-@pytest.mark.parametrize(
-    ("gate_up", "activation", "message"),
-    [
-        (torch.zeros(2, 3, 4), "silu", r"gate_up: shape \[2, 3, 4\]"),
-        (torch.zeros(2, 3), "silu", "gate_up: 3 columns given, an even number"),
-        (torch.zeros(2, 4, dtype=torch.int32), "silu", "gate_up: dtype torch.int32"),
-        (torch.zeros(4, 4)[:, ::2], "silu", "gate_up: stride 2"),
-        (torch.zeros(2, 4), "relu", "activation: 'relu' given, one of silu, gelu_tanh"),
-    ],
-)
-def test_bad_arguments_are_named(gate_up: torch.Tensor, activation: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gated_activation(gate_up, activation=activation)
 
 
 def test_no_rows(triton_device: torch.device) -> None:

@@ -60,22 +60,3 @@ def test_reference() -> None:
     given = logits.clone()
     apply_grammar_masks_reference(given, torch.tensor([1, 7], dtype=torch.int32), torch.from_numpy(masks))
     assert torch.equal(given, _plainly(logits, [1, 7], masks))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"logits": torch.zeros(2, 8, dtype=torch.float64)}, "logits: dtype torch.float64 given, torch.float32 needed"),
-        ({"rows": torch.zeros(1, dtype=torch.int64)}, "rows: dtype torch.int64 given, torch.int32 needed"),
-        ({"masks": torch.zeros(2, 1, dtype=torch.int32)}, r"masks: shape \[2, 1\] given, \[1, W\] needed"),
-        ({"logits": torch.zeros(8)}, r"logits: shape \[8\] given, \[T, V\] needed"),
-    ],
-)
-def test_what_does_not_fit(changed: dict[str, torch.Tensor], message: str) -> None:
-    given = {
-        "logits": torch.zeros(2, 8),
-        "rows": torch.zeros(1, dtype=torch.int32),
-        "masks": torch.zeros(1, 1, dtype=torch.int32),
-    }
-    with pytest.raises(ValueError, match=message):
-        apply_grammar_masks(**(given | changed))

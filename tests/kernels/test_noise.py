@@ -109,18 +109,6 @@ def test_streams_seeds_positions_and_choices_are_independent() -> None:
         assert abs(float(torch.corrcoef(torch.stack([base, other]))[0, 1])) < 0.08
 
 
-def test_bad_arguments_are_named() -> None:
-    ones = torch.ones(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="seeds: dtype"):
-        noise.gumbel_noise(ones.int(), ones, 4)
-    with pytest.raises(ValueError, match=r"positions: shape \[3\] given, \[2\] needed"):
-        noise.gumbel_noise(ones, torch.ones(3), 4)
-    with pytest.raises(ValueError, match="vocab: 0 given"):
-        noise.gumbel_noise(ones, ones, 0)
-    with pytest.raises(ValueError, match="choice_index: shape"):
-        noise.philox_uint32(ones, ones, ones, choice_index=torch.ones(3, dtype=torch.int64))
-
-
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_triton_words_and_noise_equal_the_reference(triton_device: torch.device, index_dtype: torch.dtype) -> None:
     seeds = torch.tensor([0, -1, 2**40 + 3, -(2**62)])

@@ -104,20 +104,3 @@ def test_a_chain_of_launches_replays_from_a_graph() -> None:
     for _ in range(20):
         graph.replay()
         assert torch.equal(replayed, expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": torch.zeros(8)}, r"hidden: shape \[8\]"),
-        ({"hidden": torch.zeros(2, 8, dtype=torch.float64)}, "hidden: dtype torch.float64"),
-        ({"token_ids": torch.zeros(3, dtype=torch.int32)}, r"token_ids: shape \[3\] given, \[2\]"),
-        ({"token_ids": torch.zeros(2)}, "token_ids: dtype torch.float32"),
-        ({"table": torch.zeros(11, 9)}, r"table: shape \[11, 9\]"),
-        ({"table": torch.zeros(11, 8, dtype=torch.bfloat16)}, "table: dtype torch.bfloat16"),
-        ({"hidden_weight": torch.zeros(16)[::2]}, "hidden_weight: stride 2"),
-    ],
-)
-def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paired_norm(**_given(2, 8, torch.float32) | changes, eps=1e-5)

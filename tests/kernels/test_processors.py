@@ -178,19 +178,3 @@ def test_siblings_differ_by_their_own_paths_alone() -> None:
     apply_processors(logits, batch)
     different = (logits[0] != logits[1]).nonzero().flatten().tolist()
     assert different == [10, 20]
-
-
-def test_bad_arguments_are_named() -> None:
-    batch = _random_batch()
-    with pytest.raises(ValueError, match=r"logits: shape \[3, 40\] given, \[8, V\] needed"):
-        apply_processors(torch.zeros(3, 40), batch)
-    with pytest.raises(ValueError, match=r"logits: dtype torch.float64 given"):
-        apply_processors(torch.zeros(8, 40).double(), batch)
-    with pytest.raises(ValueError, match="bias_values: None given"):
-        replace(batch, bias_values=None)
-    with pytest.raises(ValueError, match=r"count_output: shape \[1\] given"):
-        replace(batch, count_output=torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"allowed_start: shape \[4\] given, \[5\] needed"):
-        replace(batch, allowed_start=torch.zeros(4, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"path_start: shape \[2\] given, \[9\] needed"):
-        replace(batch, path_start=torch.zeros(2, dtype=torch.int32))

@@ -170,28 +170,5 @@ def test_a_rows_bits_depend_on_the_row_alone(head_dim: int) -> None:
     assert torch.equal(alone["key_cache"][slot], given["key_cache"][slot])
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("qkv", torch.zeros(1, 3, 7), r"qkv: shape \[1, 3, 7\] given, \[P, T, 224\]"),
-        ("qkv", torch.zeros(0, 3, 224), "qkv parts: 0 given"),
-        ("qkv", torch.zeros(1, 3, 224).double(), "qkv: dtype torch.float64"),
-        ("cos_sin", torch.zeros(20, 2, 32), r"cos_sin: shape \[20, 2, 32\] given, \[positions, 2, 16\]"),
-        ("cos_sin", torch.zeros(0, 2, 16), "cos_sin positions: 0 given"),
-        ("positions", torch.zeros(2, dtype=torch.int32), r"positions: shape \[2\] given, \[3\]"),
-        ("write_slots", torch.zeros(3), "write_slots: dtype torch.float32"),
-        ("value_cache", torch.zeros(9, 3, 32), r"value_cache: shape \[9, 3, 32\] given, \[9, 2, 32\]"),
-        ("value_cache", torch.zeros(9, 2, 32).half(), "value_cache: dtype torch.float16"),
-        ("key_cache", torch.zeros(9, 2, 64)[..., ::2], "key_cache: stride 2"),
-        ("bias", torch.zeros(7), r"bias: shape \[7\] given, \[224\]"),
-        ("k_norm", torch.zeros(7), r"k_norm: shape \[7\] given, \[32\]"),
-        ("query_dtype", torch.int32, "query_dtype: torch.int32 given"),
-    ],
-)
-def test_bad_arguments_are_named(name: str, tensor: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rotary_store(**{**_given(), name: tensor})
-
-
 def test_no_rows(triton_device: torch.device) -> None:
     assert rotary_store(**_on(triton_device, _given(rows=0))).shape == (0, 3, 32)

@@ -45,13 +45,3 @@ def test_sixteen_that_stand_together_are_one_threads() -> None:
     # Of a product over 16 numbers a thread has two pairs, eight apart; here for four such products.
     pairs = [(16 * step + half, 16 * step + 8 + half) for step in range(4) for half in (0, 1)]
     assert stored_order(64)[:16].tolist() == [column for pair in pairs for column in pair]
-
-
-def test_wrong_arguments_are_named() -> None:
-    values = torch.zeros(3, 64, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"scales: shape \[2\] given, \[3\] needed"):
-        scaled_weight(values, torch.ones(2))
-    with pytest.raises(ValueError, match=r"float8_e5m2 and torch.float32 given"):
-        scaled_weight(values.to(torch.float8_e5m2), torch.ones(3))
-    with pytest.raises(ValueError, match=r"weight: shape \[64\] given"):
-        quantised(torch.ones(64))

@@ -113,26 +113,6 @@ def test_blocks_of_rows_hold_all_rows_and_few_more() -> None:
     assert row_blocks(97) == row_blocks(1000) == (64, 0)
 
 
-def test_wrong_arguments_are_named() -> None:
-    rows, weight = torch.empty(2, 8), torch.empty(6, 8)
-    with pytest.raises(ValueError, match=r"rows: shape \[8\] given"):
-        linear(rows[0], weight)
-    with pytest.raises(ValueError, match=r"weight: shape \[6, 7\] given, \[N, 8\] needed"):
-        linear_parts(rows, weight[:, :7])
-    with pytest.raises(ValueError, match=r"weight: dtype torch\.bfloat16 given"):
-        linear(rows, weight.bfloat16())
-    with pytest.raises(ValueError, match=r"rows: dtype torch\.int64 given"):
-        linear(rows.long(), weight.long())
-    with pytest.raises(ValueError, match="weight: device meta given"):
-        linear(rows, weight.to("meta"))
-    with pytest.raises(ValueError, match=r"weight: shape \[6, 7\] given, \[N, 8\] needed"):
-        linear(rows, quantised(weight[:, :7]))
-    with pytest.raises(ValueError, match="weight: 5 rows given, an even number"):
-        gated_linear(rows, weight[:5], activation="silu")
-    with pytest.raises(ValueError, match="activation: 'relu' given"):
-        gated_linear(rows, weight, activation="relu")  # type: ignore[arg-type]
-
-
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -84,22 +82,3 @@ def test_changed_rows_replay_from_a_graph() -> None:
         table.random_(1, 10**6)
         graph.replay()
         assert torch.equal(out, table[sessions.long()])
-
-
-def _bad(call: Any, message: str, *arguments: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(*arguments)
-
-
-def test_bad_arguments_are_named() -> None:
-    cpu = torch.device("cpu")
-    table, two, three = torch.zeros(2, 3, dtype=torch.int32), _ints([0, 1], cpu), _ints([0, 1, 2], cpu)
-    _bad(gather_slot_rows, r"key_len: shape \[3\] given, \[2\]", table, two, three, table)
-    _bad(gather_slot_rows, r"out: shape \[2, 3\] given, \[3, max_len\]", table, three, three, table)
-    _bad(gather_slot_rows, "out: dtype torch.float32", table, two, two, table.float())
-    _bad(store_positions, r"positions: shape \[3\] given, \[2\]", three, two, three)
-    _bad(store_positions, "slot_positions: dtype torch.int64", three.long(), two, two)
-    mask, paths = torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 64, dtype=torch.int32)
-    _bad(gather_paths, r"sessions: shape \[2\] given, \[3\]", table, two, two, two, mask, paths)
-    _bad(gather_paths, r"paths: shape \[3, 63\] given, \[3, 64\]", table, three, two, two, mask, paths[:, 1:])
-    _bad(gather_paths, "tree_mask: dtype torch.int32", table, three, two, two, mask.int(), paths)

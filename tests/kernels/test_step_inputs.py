@@ -101,42 +101,6 @@ def test_every_size_on_a_gpu() -> None:
     _check_random_steps(torch.device("cuda"), [1, 2, 3, 5, 31, 64, 127, 128, 129, 256, 257] * 3)
 
 
-def _step_arguments() -> dict[str, Any]:
-    column = torch.zeros(3, dtype=torch.int64)
-    return {
-        "positions_1d": column,
-        "block_table_tensor": torch.zeros(3, 2, dtype=torch.int32),
-        "seq_lens": column.clone(),
-        "block_size": 4,
-        "max_model_len": 8,
-        "out_clamped_positions": column.clone(),
-        "out_slot_mapping": column.clone(),
-        "input_batch_size": 3,
-    }
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"positions_1d": torch.zeros(3, 1, dtype=torch.int64)}, r"positions_1d: shape \[3, 1\] given, \[B\] needed"),
-        ({"positions_1d": torch.zeros(3)}, "positions_1d: dtype torch.float32 given, torch.int32"),
-        ({"block_table_tensor": torch.zeros(2, 2, dtype=torch.int64)}, "block_table_tensor rows: 2 given, at least 3"),
-        ({"block_table_tensor": torch.zeros(3, 0, dtype=torch.int64)}, "block_table_tensor columns: 0 given"),
-        ({"block_table_tensor": torch.zeros(3, 2)}, "block_table_tensor: dtype torch.float32 given"),
-        ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens size: 2 given, at least 3 needed"),
-        ({"out_clamped_positions": torch.zeros(2, dtype=torch.int64)}, "out_clamped_positions size: 2 given"),
-        ({"input_batch_size": 4}, "out_slot_mapping size: 3 given, at least 4 needed"),
-        ({"input_batch_size": 2}, "input_batch_size: 2 given, at least 3 needed"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int64, device="meta")}, "seq_lens: device meta given, cpu"),
-        ({"block_size": 0}, "block_size: 0 given"),
-        ({"max_model_len": 0}, "max_model_len: 0 given"),
-    ],
-)
-def test_bad_arguments_are_named(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        eagle_step_update_slot_mapping_and_metadata(**{**_step_arguments(), **changed})
-
-
 def test_without_requests_only_padding_is_written() -> None:
     empty, table = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int64)
     eagle_step_update_slot_mapping_and_metadata(empty, table, empty, 4, 8, empty, empty)

@@ -256,37 +256,6 @@ def test_half_precision_comes_back_in_its_dtype() -> None:
     torch.testing.assert_close(out.double(), _brute_force(tensors, batch, 0.3, 0, 0.0), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("place", "tensor", "message"),
-    [
-        (0, torch.zeros(4, 4, 16), r"query: shape \[4, 4, 16\] given, \[13, H, D\] needed"),
-        (0, torch.zeros(13, 4, 16).double(), "query: dtype torch.float64 given, torch.float32 or"),
-        (1, torch.zeros(_SLOTS, 2, 16, device="meta"), r"key_cache: device meta given, cpu \(that of query\) needed"),
-        (0, torch.zeros(13, 3, 16), "query: 3 heads given, a multiple of Hkv = 2 needed"),
-        (1, torch.zeros(_SLOTS, 2, 8), r"key_cache: shape .* needed"),
-        (2, torch.zeros(_SLOTS, 1, 16), r"value_cache: shape \[200, 1, 16\] given, \[200, 2, 16\] needed"),
-        (
-            1,
-            torch.zeros(_SLOTS, 2, 16).half(),
-            "key_cache: dtype torch.float16 given, torch.float32 .* or torch.float8",
-        ),
-        (2, torch.zeros(_SLOTS, 2, 16).double(), "value_cache: dtype torch.float64 given, torch.float32"),
-    ],
-)
-def test_bad_tensors_are_named(place: int, tensor: torch.Tensor, message: str) -> None:
-    batch = _batch()
-    tensors = list(_tensors(batch, 4, 2, 16))
-    tensors[place] = tensor
-    with pytest.raises(ValueError, match=message):
-        tree_attention(tensors[0], tensors[1], tensors[2], batch, scale=1.0)
-
-
-def test_windows_need_positions() -> None:
-    batch = _batch(positions=None)
-    with pytest.raises(ValueError, match="no positions or slot_positions given"):
-        tree_attention(*_tensors(batch, 4, 2, 16), batch, scale=1.0, sliding_window=4)
-
-
 _VECTORS = Path(__file__).parent / "vectors"
 
 

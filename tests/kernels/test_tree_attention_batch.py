@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from outrider.kernels.tree_attention_batch import TreeAttentionBatch
@@ -24,25 +23,6 @@ def _columns() -> dict[str, Any]:
         "positions": zeros(3),
         "slot_positions": zeros(16),
     }
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"query_start": torch.zeros(2, dtype=torch.int32)}, r"query_start: shape \[2\] given, \[3\] needed"),
-        ({"tree_start": torch.zeros(3, dtype=torch.int32)}, r"tree_start: shape"),
-        ({"prefix_len": torch.zeros(3)}, "prefix_len: dtype torch.float32 given, torch.int32 needed"),
-        ({"tree_mask": torch.zeros(3, 1, dtype=torch.int32)}, "tree_mask: dtype torch.int32 given"),
-        ({"tree_mask": torch.zeros(2, 1, dtype=torch.int64)}, r"tree_mask: shape \[2, 1\] given, \[3, words\] needed"),
-        ({"positions": torch.zeros(4, dtype=torch.int32)}, "positions: shape"),
-        ({"max_key_len": 9}, "max_key_len: 9 given, at most 8 needed"),
-        ({"split_keys": 0}, "split_keys: 0 given"),
-        ({"paths": torch.zeros(3, 63, dtype=torch.int32)}, r"paths: shape \[3, 63\] given, \[3, 64\] needed"),
-    ],
-)
-def test_bad_columns_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TreeAttentionBatch(**{**_columns(), **changes})
 
 
 def test_plan_is_built_once_per_window_and_cache() -> None:

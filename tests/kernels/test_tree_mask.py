@@ -178,57 +178,6 @@ def test_every_size_on_a_gpu() -> None:
     _check_segments(device, [100_003, 1, 7_777, 0, 64 * 64])
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({0: torch.zeros(31, dtype=torch.bool)}, "tree_mask size: 31 given, at least 32 needed"),
-        ({0: torch.zeros(32, dtype=torch.int64)}, "tree_mask: dtype torch.int64 given, torch.bool needed"),
-        ({1: torch.zeros(1, dtype=torch.int64)}, "verified_seq_len size: 1 given, at least 2 needed"),
-        ({1: torch.zeros(2)}, "verified_seq_len: dtype torch.float32 given"),
-        ({1: torch.zeros(2, 1, dtype=torch.int64)}, r"verified_seq_len: shape \[2, 1\] given, \[bs\] needed"),
-        ({2: torch.zeros(7, dtype=torch.int64)}, "positions size: 7 given, at least 8 needed"),
-        ({3: torch.zeros(1, 4, dtype=torch.int64)}, "retrive_index rows: 1 given, at least 2 needed"),
-        ({4: torch.zeros(2, 3, dtype=torch.int64)}, "retrive_next_token columns: 3 given, at least 4 needed"),
-        ({5: torch.zeros(2, 4, dtype=torch.int64, device="meta")}, "retrive_next_sibling: device meta given, cpu"),
-        ({6: -1}, "batch_size: -1 given"),
-        ({7: 0}, "draft_token_num: 0 given"),
-    ],
-)
-def test_bad_arguments_of_reconstruction_are_named(changed: dict[int, object], message: str) -> None:
-    arguments = [torch.zeros(32, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), *_outputs(2, 4, _CPU), 2, 4]
-    for place, value in changed.items():
-        arguments[place] = value  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=message):
-        _reconstruct(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({0: torch.zeros(4, 4, dtype=torch.bool)}, r"x: shape \[4, 4\] given, \[size\] needed"),
-        ({0: torch.zeros(16)}, "x: dtype torch.float32 given, torch.bool or torch.uint8 needed"),
-        ({1: torch.zeros(2, dtype=torch.int64)}, "input_indptr size: 2 given, at least 3 needed"),
-        ({2: torch.zeros(3)}, "output_indptr: dtype torch.float32 given"),
-        ({2: torch.zeros(3, dtype=torch.int64, device="meta")}, "output_indptr: device meta given"),
-        ({3: torch.zeros(1, dtype=torch.uint8)}, "y size: 1 given, at least 2 needed"),
-        ({3: torch.zeros(2, dtype=torch.bool)}, "y: dtype torch.bool given, torch.uint8 needed"),
-        ({4: -1}, "batch_size: -1 given"),
-    ],
-)
-def test_bad_arguments_of_packing_are_named(changed: dict[int, object], message: str) -> None:
-    arguments = [
-        torch.zeros(16, dtype=torch.bool),
-        torch.tensor([0, 8, 16]),
-        torch.tensor([0, 1, 2]),
-        torch.zeros(2, dtype=torch.uint8),
-        2,
-    ]
-    for place, value in changed.items():
-        arguments[place] = value  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=message):
-        _pack(*arguments)
-
-
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     _reconstruct(empty.bool(), empty, *_outputs(0, 4, _CPU), 0, 4)

@@ -353,35 +353,3 @@ def test_no_requests_is_no_work() -> None:
     arguments: list[Any] = [*_outputs(0, 4, 2, torch.device("cpu")), *[links] * 4]
     arguments += [coins, torch.zeros(0), torch.zeros(0, 4, 9), None]
     tree_speculative_sampling_target_only(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({0: torch.zeros(5, dtype=torch.int32)}, "predicts size: 5 given, at least 6 needed"),
-        ({0: torch.zeros(6)}, "predicts: dtype torch.float32 given, torch.int32 or torch.int64 needed"),
-        ({1: torch.zeros(1, 3, dtype=torch.int32)}, "accept_index rows: 1 given, at least 2 needed"),
-        ({1: torch.zeros(2, 0, dtype=torch.int32)}, "accept_index columns: 0 given, at least 1 needed"),
-        ({2: torch.zeros(1, dtype=torch.int32)}, "accept_token_num size: 1 given, at least 2 needed"),
-        ({3: torch.zeros(6, dtype=torch.int32)}, r"candidates: shape \[6\] given"),
-        ({4: torch.zeros(2, 4, dtype=torch.int64)}, r"retrive_index: shape \[2, 4\] given, \[2, 3\] needed"),
-        ({6: torch.zeros(2, 3)}, "retrive_next_sibling: dtype torch.float32 given"),
-        ({7: torch.zeros(2, 2)}, r"uniform_samples: shape \[2, 2\] given, \[2, 3\] needed"),
-        ({8: torch.zeros(3)}, r"uniform_samples_for_final_sampling: shape \[3\] given, \[2\] needed"),
-        ({8: torch.zeros(2).double()}, "uniform_samples_for_final_sampling: dtype torch.float64 given"),
-        ({9: torch.zeros(2, 4, 5)}, r"target_probs: shape \[2, 4, 5\] given, \[2, 3, V\] needed"),
-        ({9: torch.zeros(2, 3, 0), 10: torch.zeros(2, 3, 0)}, "target_probs vocabulary: 0 given, at least 1 needed"),
-        ({9: torch.zeros(2, 3, 5).half()}, "target_probs: dtype torch.float16 given"),
-        ({10: torch.zeros(2, 3, 4)}, r"draft_probs: shape \[2, 3, 4\] given, \[2, 3, 5\] needed"),
-        ({10: torch.zeros(2, 3, 5).bfloat16()}, "draft_probs: dtype torch.bfloat16 given, torch.float32 needed"),
-        ({10: torch.zeros(2, 3, 5, device="meta")}, "draft_probs: device meta given, cpu"),
-    ],
-)
-def test_bad_arguments_are_named(changed: dict[int, torch.Tensor], message: str) -> None:
-    links = torch.zeros(2, 3, dtype=torch.int64)
-    arguments: list[Any] = [*_outputs(2, 3, 3, torch.device("cpu")), links, links, links, links]
-    arguments += [torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3, 5), torch.zeros(2, 3, 5)]
-    for place, tensor in changed.items():
-        arguments[place] = tensor
-    with pytest.raises(ValueError, match=message):
-        tree_speculative_sampling_target_only(*arguments)

@@ -204,25 +204,6 @@ def test_emitted_pairs_follow_the_targets_law_and_do_not_depend_on_the_tree(
     assert _pair_p(pairs, chi_square_p) > 1e-5
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"predicts": torch.zeros(4, dtype=torch.int32)}, "predicts size: 4 given, at least 5 needed"),
-        ({"accept_index": torch.zeros(1, 3, dtype=torch.int32)}, "accept_index rows: 1 given, at least 2 needed"),
-        ({"accept_index": torch.zeros(2, 0, dtype=torch.int32)}, "accept_index columns: 0 given"),
-        ({"accept_token_num": torch.zeros(1, dtype=torch.int32)}, "accept_token_num size: 1 given"),
-        ({"retrive_index": torch.zeros(2, 4, dtype=torch.int64)}, r"retrive_index: shape \[2, 4\] given, \[2, 3\]"),
-        ({"candidates": torch.zeros(2, 3)}, "candidates: dtype torch.float32 given"),
-        ({"seeds": torch.zeros(4, dtype=torch.int64)}, r"seeds: shape \[4\] given, \[5\] needed"),
-    ],
-)
-def test_bad_arguments_are_named(changed: Columns, message: str) -> None:
-    links = {name: torch.zeros(2, 3, dtype=torch.int64) for name in _links((torch.empty(0),) * 4)}
-    columns = _columns(torch.zeros(5, 6), torch.Generator().manual_seed(6))
-    with pytest.raises(ValueError, match=message):
-        verify_coupled(**{**columns, **links, **_outputs(5, 2, 3), **changed})
-
-
 @pytest.mark.gpu
 def test_cuda_graph_replays_a_step_of_new_trees() -> None:
     if not torch.cuda.is_available():

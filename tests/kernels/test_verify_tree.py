@@ -200,24 +200,3 @@ def test_every_size_on_a_gpu() -> None:
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, 4, dtype=torch.int64)
     verify_tree_greedy(*_outputs(0, 4, 2, torch.device("cpu")), *[empty] * 5)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({0: torch.zeros(5, dtype=torch.int32)}, "predicts size: 5 given, at least 6 needed"),
-        ({1: torch.zeros(1, 3, dtype=torch.int32)}, "accept_index rows: 1 given, at least 2 needed"),
-        ({2: torch.zeros(1, dtype=torch.int32)}, "accept_token_num size: 1 given, at least 2 needed"),
-        ({4: torch.zeros(2, 4, dtype=torch.int64)}, r"retrive_index: shape \[2, 4\] given, \[2, 3\] needed"),
-        ({1: torch.zeros(2, 0, dtype=torch.int32)}, "accept_index columns: 0 given, at least 1 needed"),
-        ({6: torch.zeros(2, 3, dtype=torch.int64, device="meta")}, "retrive_next_sibling: device meta given, cpu"),
-        ({7: torch.zeros(2, 3)}, "target_predict: dtype torch.float32 given"),
-    ],
-)
-def test_bad_arguments_are_named(changed: dict[int, torch.Tensor], message: str) -> None:
-    links = torch.zeros(2, 3, dtype=torch.int64)
-    arguments = [*_outputs(2, 3, 3, torch.device("cpu")), links, links, links, links, links]
-    for place, tensor in changed.items():
-        arguments[place] = tensor
-    with pytest.raises(ValueError, match=message):
-        verify_tree_greedy(*arguments)
