@@ -7,7 +7,6 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
@@ -316,20 +315,16 @@ def test_triton_round_trip(triton_device: torch.device) -> None:
     _check_round_trip(triton_device, [(1, 2), (12, 3)])
 
 
-@pytest.mark.gpu
-def test_every_size_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def test_every_size_on_a_gpu(cuda: torch.device) -> None:
     sizes = (1, 2, 3, 7, 8, 15, 16, 31, 32, 47, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
     batches = (1, 2, 3, 5, 31, 64, 100, 257)
-    device = torch.device("cuda")
     # Every other dtype is a kernel to compile: int32 is left to a few sizes.
-    _check_sizes(device, [(nodes, 1 + nodes % 4) for nodes in sizes for _ in range(3)], (torch.int64,))
-    _check_sizes(device, [(5 + batch % 7, batch) for batch in batches for _ in range(3)], (torch.int64,))
-    _check_sizes(device, [(64, 65), (256, 9), (1024, 2), (1000, 1), (511, 1)], (torch.int64,))
-    _check_sizes(device, [(nodes, 3) for nodes in (7, 64, 200) for _ in range(3)], (torch.int32,))
-    _check_chain(device, 1024)
-    _check_round_trip(device, [(nodes, 3) for nodes in sizes] + [(64, 257), (1024, 2)])
+    _check_sizes(cuda, [(nodes, 1 + nodes % 4) for nodes in sizes for _ in range(3)], (torch.int64,))
+    _check_sizes(cuda, [(5 + batch % 7, batch) for batch in batches for _ in range(3)], (torch.int64,))
+    _check_sizes(cuda, [(64, 65), (256, 9), (1024, 2), (1000, 1), (511, 1)], (torch.int64,))
+    _check_sizes(cuda, [(nodes, 3) for nodes in (7, 64, 200) for _ in range(3)], (torch.int32,))
+    _check_chain(cuda, 1024)
+    _check_round_trip(cuda, [(nodes, 3) for nodes in sizes] + [(64, 257), (1024, 2)])
 
 
 def test_no_requests_is_no_work() -> None:

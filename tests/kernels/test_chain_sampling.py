@@ -20,13 +20,6 @@ from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32
 _CASES = json.loads((Path(__file__).parent / "vectors" / "chain_speculative_sampling_cases.json").read_text())["cases"]
 
 
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device("cuda")
-
-
 def _given(case: dict[str, Any], rows: int, device: torch.device) -> list[Any]:
     """Draft probabilities, ids and target probabilities of a recorded case, `rows` times."""
     return [
@@ -91,7 +84,6 @@ def test_triton_recorded_cases(triton_device: torch.device) -> None:
     _check_recorded_cases(triton_device, rows=2)
 
 
-@pytest.mark.gpu
 def test_cuda_recorded_law(cuda: torch.device, chi_square_p: Callable[..., float]) -> None:
     _check_recorded_law(cuda, 100_000, chi_square_p)
 
@@ -122,7 +114,6 @@ def test_triton_small_chains(shape: tuple[int, int, int], triton_device: torch.d
     _check_against_reference(case)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [*_SMALL, *_LARGE], ids=str)
 def test_large_chains(shape: tuple[int, int, int], dtype: torch.dtype, cuda: torch.device) -> None:
@@ -295,7 +286,6 @@ def test_seeds_come_from_the_generator() -> None:
     assert drawn[0] != drawn[1]
 
 
-@pytest.mark.gpu
 # torch says once a process that this mode is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_graph_replays_with_new_keys_and_without_waiting(cuda: torch.device) -> None:

@@ -145,13 +145,5 @@ def test_triton_tokens_are_those_of_the_reference(triton_device: torch.device) -
     assert _agrees_with_the_reference(triton_device)
 
 
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device("cuda")
-
-
-@pytest.mark.gpu
 def test_cuda_samples_follow_the_law(cuda: torch.device, chi_square_p: Callable[..., float]) -> None:
     assert _sampled_p(cuda, 200_000, chi_square_p) > 1e-4

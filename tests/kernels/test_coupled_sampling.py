@@ -386,9 +386,7 @@ def test_triton_thresholds_equal_the_reference(triton_device: torch.device) -> N
     torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=2e-6)
 
 
-@pytest.mark.gpu
-def test_cuda_choices_replay_from_a_graph() -> None:
-    _cuda()
+def test_cuda_choices_replay_from_a_graph(cuda: torch.device) -> None:
     columns = {name: column.cuda() for name, column in _mixed(1000, ties=False).items() if column is not None}
     coupled_topk_scored(**columns, k=4)
     graph = torch.cuda.CUDAGraph()
@@ -399,12 +397,6 @@ def test_cuda_choices_replay_from_a_graph() -> None:
     graph.replay()
     for have, want in zip(replayed, coupled_topk_scored(**columns, k=4), strict=True):
         assert torch.equal(have, want)
-
-
-def _cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device("cuda")
 
 
 def _any_filters(logits: torch.Tensor, index_dtype: torch.dtype = torch.int64) -> Columns:
@@ -424,11 +416,9 @@ def _any_filters(logits: torch.Tensor, index_dtype: torch.dtype = torch.int64) -
     )
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (257, 3), (64, 111), (7, 32_000), (33, 32_001), (5, 300_000)])
 @pytest.mark.parametrize("kind", ["plain", "ties", "strided"])
-def test_cuda_random_rows_equal_the_reference(rows: int, vocab_size: int, kind: str) -> None:
-    device = _cuda()
+def test_cuda_random_rows_equal_the_reference(rows: int, vocab_size: int, kind: str, cuda: torch.device) -> None:
     logits = torch.randn(rows, vocab_size) * float(torch.tensor([0.3, 1.0, 3.0, 8.0])[torch.randint(0, 4, ())])
     if kind == "ties":
         logits = logits.bfloat16().float()
@@ -436,41 +426,35 @@ def test_cuda_random_rows_equal_the_reference(rows: int, vocab_size: int, kind: 
         logits = torch.stack([logits, -logits], dim=-1)[..., 0]
         assert logits.stride(1) == 2
     columns = _any_filters(logits, torch.int32 if kind == "ties" else torch.int64)
-    _check_triton(columns, device, min(vocab_size, 8))
+    _check_triton(columns, cuda, min(vocab_size, 8))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_full_vocabulary_by_every_route(dtype: torch.dtype) -> None:
-    device = _cuda()
+def test_cuda_full_vocabulary_by_every_route(dtype: torch.dtype, cuda: torch.device) -> None:
     columns = _every_route(128_256)
     columns["logits"] = columns["logits"].to(dtype)
     columns["top_k"] = torch.tensor([0, 0, 50, 1000, 0, 3000, 0, 50_000, 0, 50, 7])
-    _check_triton(columns, device, 8)
-    _check_triton(_flat_rows(128_256), device, 8)
-    _check_triton(_misleading_rows(128_256, 4096), device, 8)
+    _check_triton(columns, cuda, 8)
+    _check_triton(_flat_rows(128_256), cuda, 8)
+    _check_triton(_misleading_rows(128_256, 4096), cuda, 8)
 
 
-@pytest.mark.gpu
-def test_cuda_same_bits_run_to_run_and_wherever_a_row_stands() -> None:
-    device = _cuda()
-    columns = {name: column.to(device) for name, column in _any_filters(torch.randn(70, 50_000) * 2).items()}
+def test_cuda_same_bits_run_to_run_and_wherever_a_row_stands(cuda: torch.device) -> None:
+    columns = {name: column.to(cuda) for name, column in _any_filters(torch.randn(70, 50_000) * 2).items()}
     first = coupled_topk_scored(**columns, k=5)
     for _ in range(3):
         assert all(torch.equal(*pair) for pair in zip(first, coupled_topk_scored(**columns, k=5), strict=True))
-    order = torch.randperm(70, device=device)[:23]
+    order = torch.randperm(70, device=cuda)[:23]
     part = coupled_topk_scored(**{name: column[order] for name, column in columns.items()}, k=5)
     assert all(torch.equal(whole[order], taken) for whole, taken in zip(first, part, strict=True))
     assert torch.equal(coupled_choice(**columns), first[0][:, 0].clamp(min=0))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("filtered", [False, True])
-def test_cuda_full_vocabulary_equals_the_reference(filtered: bool) -> None:
-    device = _cuda()
+def test_cuda_full_vocabulary_equals_the_reference(filtered: bool, cuda: torch.device) -> None:
     columns = _columns(torch.randn(16, 128_256) * 3)
     if filtered:
         columns["top_k"] = torch.tensor([0, 50, 5000, 0] * 4)
         columns["top_p"] = torch.tensor([0.9, 0.95, 1.0, 1.0] * 4)
         columns["min_p"] = torch.tensor([0.0, 0.0, 0.01, 0.05] * 4)
-    _check_triton(columns, device, 8)
+    _check_triton(columns, cuda, 8)

@@ -145,10 +145,7 @@ def test_choices_over_a_full_vocabulary_need_only_the_support() -> None:
     assert torch.equal(chosen, _WIDE_IDS[(_WIDE_LAW.log().float() + gumbel).argmax(dim=-1)])
 
 
-@pytest.mark.gpu
-def test_cuda_a_million_choices_over_a_full_vocabulary(chi_square_p: ChiSquare) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def test_cuda_a_million_choices_over_a_full_vocabulary(chi_square_p: ChiSquare, cuda: torch.device) -> None:
     # Here every one of the 128,256 tokens has a chance: the tail shares one part in a hundred.
     law = torch.full((_WIDE_VOCAB,), 0.01 / (_WIDE_VOCAB - 3), dtype=torch.float64)
     law[[7, 65_000, 128_001]] = torch.tensor([0.6, 0.3, 0.09], dtype=torch.float64)
@@ -156,9 +153,9 @@ def test_cuda_a_million_choices_over_a_full_vocabulary(chi_square_p: ChiSquare) 
     counts = torch.zeros(_WIDE_VOCAB, dtype=torch.int64)
     chunk = 10_000
     for begin in range(0, _MILLION, chunk):
-        rows = torch.full((chunk,), 3, dtype=torch.int64, device="cuda")
-        ones, zeros = torch.ones(chunk, device="cuda"), torch.zeros(chunk, device="cuda")
-        positions = torch.arange(begin, begin + chunk, device="cuda")
+        rows = torch.full((chunk,), 3, dtype=torch.int64, device=cuda)
+        ones, zeros = torch.ones(chunk, device=cuda), torch.zeros(chunk, device=cuda)
+        positions = torch.arange(begin, begin + chunk, device=cuda)
         chosen = coupled_choice(logits.expand(chunk, -1), rows, positions, ones, zeros.int(), ones, zeros)
         counts += torch.bincount(chosen.cpu(), minlength=_WIDE_VOCAB)
     head = [7, 65_000, 128_001]

@@ -151,14 +151,10 @@ def test_triton_next_tokens(triton_device: torch.device) -> None:
     _check_random_next(triton_device, [(1, 1), (2, 3), (5, 17), (70, 5)])
 
 
-@pytest.mark.gpu
-def test_every_size_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda")
+def test_every_size_on_a_gpu(cuda: torch.device) -> None:
     batches = [1, 2, 3, 5, 31, 64, 127, 128, 129, 256, 257] * 2
-    _check_random_inputs(device, batches)
-    _check_random_next(device, [(batch, columns) for batch in batches for columns in (1, 2, 5, 65, 257)])
+    _check_random_inputs(cuda, batches)
+    _check_random_next(cuda, [(batch, columns) for batch in batches for columns in (1, 2, 5, 65, 257)])
 
 
 def test_no_requests_is_no_work() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 
 from outrider.kernels.draft_inputs import copy_and_expand_eagle_inputs
@@ -130,14 +129,10 @@ def test_triton_expansion(triton_device: torch.device) -> None:
     _check_wild_expansion(triton_device)
 
 
-@pytest.mark.gpu
-def test_every_size_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda")
+def test_every_size_on_a_gpu(cuda: torch.device) -> None:
     batches = [1, 2, 3, 5, 31, 64, 127, 128, 129, 256, 257] * 2
-    _check_random_expansion(device, [(batch, longest) for batch in batches for longest in (1, 6, 65)])
-    _check_random_expansion(device, [(1, 20_000), (2, 9_000), (3, 1), (257, 300)])
+    _check_random_expansion(cuda, [(batch, longest) for batch in batches for longest in (1, 6, 65)])
+    _check_random_expansion(cuda, [(1, 20_000), (2, 9_000), (3, 1), (257, 300)])
 
 
 def test_without_shift_no_mapping_is_needed() -> None:

@@ -91,10 +91,8 @@ def test_triton_equals_the_reference(triton_device: torch.device, rows: int, voc
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("vocabulary", [111, 32000, 128256])
-def test_large_vocabularies_on_a_gpu(vocabulary: int):
+def test_large_vocabularies_on_a_gpu(vocabulary: int, cuda: torch.device):
     logits = torch.randn(35, vocabulary) * 3
     settings = columns(35, logits.device)
     wanted = filtered_probs(logits, **settings)

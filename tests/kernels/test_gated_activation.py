@@ -4,10 +4,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from outrider.kernels import backend
 from outrider.kernels.gated_activation import Activation, gated_activation, gated_activation_reference
-
-_NEEDS_CUDA = pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -50,13 +47,11 @@ def test_rows_apart_in_memory(triton_device: torch.device) -> None:
     torch.testing.assert_close(gated_activation(moved, activation="silu").cpu(), expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
 @pytest.mark.parametrize(("rows", "columns"), [(1, 14336), (64, 14336), (3000, 9216), (5, 1111)])
 @pytest.mark.parametrize("activation", _ACTIVATIONS)
-def test_cuda_sizes(rows: int, columns: int, activation: Activation) -> None:
+def test_cuda_sizes(rows: int, columns: int, activation: Activation, cuda: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        _check((torch.randn(rows, 2 * columns) * 3).to(dtype), torch.device("cuda"), activation)
+        _check((torch.randn(rows, 2 * columns) * 3).to(dtype), cuda, activation)
 
 
 def test_no_rows(triton_device: torch.device) -> None:

@@ -131,11 +131,8 @@ def test_triton_whole_rows_equal_the_reference(triton_device: torch.device) -> N
     torch.testing.assert_close(gumbel.cpu(), noise.gumbel_noise_reference(seeds, positions, 1030), rtol=1e-6, atol=4e-6)
 
 
-@pytest.mark.gpu
-def test_cuda_estimates_stay_within_their_bounds_for_every_word() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    lowest, highest = torch.empty(2, 2**16, device="cuda")
+def test_cuda_estimates_stay_within_their_bounds_for_every_word(cuda: torch.device) -> None:
+    lowest, highest = torch.empty(2, 2**16, device=cuda)
     _estimate_errors_kernel[(2**16,)](lowest, highest, RUNS=2**6, BLOCK=2**10)
     assert float(lowest.min()) > -noise_blocks.RACE_ABOVE and float(highest.max()) < noise_blocks.RACE_BELOW
     # Away from the end where w nears 1, it is a good estimate.

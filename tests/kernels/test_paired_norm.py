@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.kernels import backend
 from outrider.kernels.paired_norm import paired_norm, paired_norm_reference
 from outrider.kernels.residual_norm import residual_norm
 
-_NEEDS_CUDA = pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 
 
@@ -72,10 +70,8 @@ def test_tokens_out_of_range_read_zeros_from_the_table(triton_device: torch.devi
     assert (pair[:, 32:] != 0).all()
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
 @pytest.mark.parametrize("columns", [384, 4096, 8192])
-def test_its_bits_are_those_of_single_norms(columns: int) -> None:
+def test_its_bits_are_those_of_single_norms(columns: int, cuda: torch.device) -> None:
     given: dict[str, Any] = {name: each.cuda() for name, each in _given(70, columns, torch.bfloat16).items()}
     stream, pair = paired_norm(**given, eps=1e-5)
     embedded = given["table"][given["token_ids"]]
@@ -85,9 +81,7 @@ def test_its_bits_are_those_of_single_norms(columns: int) -> None:
     assert torch.equal(stream, given["hidden"])
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
-def test_a_chain_of_launches_replays_from_a_graph() -> None:
+def test_a_chain_of_launches_replays_from_a_graph(cuda: torch.device) -> None:
     given: dict[str, Any] = {name: each.cuda() for name, each in _given(3, 4096, torch.bfloat16).items()}
 
     def chain() -> torch.Tensor:

@@ -7,10 +7,7 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from outrider.kernels import backend
 from outrider.kernels.residual_norm import residual_norm, residual_norm_reference
-
-_NEEDS_CUDA = pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -81,29 +78,22 @@ def test_rows_apart_in_memory(triton_device: torch.device) -> None:
     assert (hidden[:, 32:] == 7).all()
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
 @pytest.mark.parametrize("columns", [768, 1152, 2304, 3584, 4096, 8192])
 @pytest.mark.parametrize(("rows", "parts"), [(1, 16), (7, 4), (3000, 1), (1, 0)])
-def test_cuda_sizes(columns: int, rows: int, parts: int) -> None:
+def test_cuda_sizes(columns: int, rows: int, parts: int, cuda: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        _check(torch.device("cuda"), _given(rows, columns, parts, dtype, norms=columns == 2304 and parts > 0), dtype)
+        _check(cuda, _given(rows, columns, parts, dtype, norms=columns == 2304 and parts > 0), dtype)
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
-def test_a_rows_bits_depend_on_the_row_alone() -> None:
-    given = _on(torch.device("cuda"), _given(500, 3584, 2, torch.bfloat16, norms=True))
+def test_a_rows_bits_depend_on_the_row_alone(cuda: torch.device) -> None:
+    given = _on(cuda, _given(500, 3584, 2, torch.bfloat16, norms=True))
     alone = dict(given, hidden=given["hidden"][321:322].clone(), addend=given["addend"][:, 321:322])
     assert torch.equal(residual_norm(**given, eps=1e-6)[321:322], residual_norm(**alone, eps=1e-6))
     assert torch.equal(given["hidden"][321:322], alone["hidden"])
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
-def test_a_chain_of_launches_replays_from_a_graph() -> None:
-    device = torch.device("cuda")
-    given = _on(device, _given(3, 4096, 3, torch.float32, norms=False))
+def test_a_chain_of_launches_replays_from_a_graph(cuda: torch.device) -> None:
+    given = _on(cuda, _given(3, 4096, 3, torch.float32, norms=False))
     hidden, addend, weight = given["hidden"].clone(), given["addend"], given["weight"]
 
     def chain() -> torch.Tensor:

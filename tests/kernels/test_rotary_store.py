@@ -7,10 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from outrider.kernels import backend
 from outrider.kernels.rotary_store import rotary_store, rotary_store_reference
-
-_NEEDS_CUDA = pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 
 _TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _FP8 = torch.float8_e4m3fn
@@ -142,25 +139,21 @@ def test_the_dtype_of_queries() -> None:
     assert rotary_store(**of_qkv).dtype == torch.float16
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
 @pytest.mark.parametrize(
     ("head_dim", "rows", "parts"), [(64, 1, 8), (96, 7, 3), (96, 1500, 1), (128, 64, 4), (128, 1500, 1), (256, 65, 2)]
 )
-def test_cuda_sizes(head_dim: int, rows: int, parts: int) -> None:
+def test_cuda_sizes(head_dim: int, rows: int, parts: int, cuda: torch.device) -> None:
     sizes: dict[str, Any] = {"rows": rows, "parts": parts, "heads": 12, "heads_kv": 3, "head_dim": head_dim}
     for dtype in (torch.bfloat16, torch.float32):
-        _check(torch.device("cuda"), _given(**sizes, slots=2000, dtype=dtype))
+        _check(cuda, _given(**sizes, slots=2000, dtype=dtype))
         normed = {**_norms(head_dim), "bias": torch.randn(18 * head_dim)}
-        _check(torch.device("cuda"), _given(**sizes, slots=2000, dtype=dtype, **normed))
-    _check(torch.device("cuda"), _given(**sizes, slots=2000, dtype=torch.bfloat16, cache_dtype=_FP8, key_scale=0.02))
+        _check(cuda, _given(**sizes, slots=2000, dtype=dtype, **normed))
+    _check(cuda, _given(**sizes, slots=2000, dtype=torch.bfloat16, cache_dtype=_FP8, key_scale=0.02))
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_a_rows_bits_depend_on_the_row_alone(head_dim: int) -> None:
-    given = _on(torch.device("cuda"), _given(rows=500, slots=600, heads=8, head_dim=head_dim, **_norms(head_dim)))
+def test_a_rows_bits_depend_on_the_row_alone(head_dim: int, cuda: torch.device) -> None:
+    given = _on(cuda, _given(rows=500, slots=600, heads=8, head_dim=head_dim, **_norms(head_dim)))
     query = rotary_store(**given)
     alone = {**given, "qkv": given["qkv"][:, 77:78], "key_cache": torch.zeros_like(given["key_cache"])}
     for name in ("positions", "write_slots"):

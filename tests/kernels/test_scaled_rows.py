@@ -8,8 +8,6 @@ import torch
 from outrider.kernels.scaled_rows import can_scale_rows, scale_rows, scale_rows_reference, scaled_product
 from outrider.kernels.scaled_weight import quantised, stored_order
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.parametrize("inner", [64, 72, 192])
 def test_every_row_has_a_factor_and_the_order_of_weights(triton_device: torch.device, inner: int) -> None:
@@ -34,22 +32,18 @@ def test_a_cpu_has_no_units_of_8_bits() -> None:
     assert not can_scale_rows(torch.zeros(2, 64).bfloat16(), quantised(torch.ones(16, 64)))
 
 
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("inner", [64, 100, 4096, 14336])
-def test_rows_equal_the_reference(inner: int) -> None:
-    rows = torch.randn(37, 2 * inner, device="cuda").bfloat16()[:, :inner]
+def test_rows_equal_the_reference(inner: int, cuda: torch.device) -> None:
+    rows = torch.randn(37, 2 * inner, device=cuda).bfloat16()[:, :inner]
     for given, wanted in zip(scale_rows(rows), scale_rows_reference(rows), strict=True):
         assert torch.equal(given.view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize(("rows", "columns", "inner"), [(73, 512, 768), (300, 96, 64), (4096, 1024, 4096)])
-def test_products_of_many_rows(rows: int, columns: int, inner: int) -> None:
+def test_products_of_many_rows(rows: int, columns: int, inner: int, cuda: torch.device) -> None:
     left, weight = (
-        torch.randn(rows, inner, device="cuda").bfloat16(),
-        quantised(torch.randn(columns, inner, device="cuda")),
+        torch.randn(rows, inner, device=cuda).bfloat16(),
+        quantised(torch.randn(columns, inner, device=cuda)),
     )
     assert can_scale_rows(left, weight)
     values, scales = scale_rows_reference(left)

@@ -113,15 +113,10 @@ def test_blocks_of_rows_hold_all_rows_and_few_more() -> None:
     assert row_blocks(97) == row_blocks(1000) == (64, 0)
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize(("rows", "columns", "inner"), STREAMED)
 @pytest.mark.parametrize("fixed", [False, True])
-def test_streamed_products_match_float64(rows: int, columns: int, inner: int, fixed: bool) -> None:
-    left, weight = _matrices(rows, columns, inner, torch.device("cuda"), torch.bfloat16)
+def test_streamed_products_match_float64(rows: int, columns: int, inner: int, fixed: bool, cuda: torch.device) -> None:
+    left, weight = _matrices(rows, columns, inner, cuda, torch.bfloat16)
     wanted = left.double() @ weight.double().T
     parts = linear_parts(left, weight, fixed=fixed)
     assert parts.dtype == (torch.float32 if parts.shape[0] > 1 else torch.bfloat16)
@@ -133,11 +128,9 @@ def test_streamed_products_match_float64(rows: int, columns: int, inner: int, fi
         _assert_near(gated, gate * torch.sigmoid(gate) * up, inner=4 * inner)
 
 
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize(("columns", "inner"), [(4096, 4096), (1000, 776), (70, 33)])
-def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int) -> None:
-    left, weight = _matrices(300, columns, inner, torch.device("cuda"), torch.bfloat16)
+def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int, cuda: torch.device) -> None:
+    left, weight = _matrices(300, columns, inner, cuda, torch.bfloat16)
     all_rows = linear_parts(left, weight, fixed=True)
     gated = gated_linear(left, weight, activation="silu", fixed=True)
     for begin, end in ((0, 1), (7, 20), (100, 164), (10, 34), (3, 75), (5, 86), (31, 300)):
@@ -147,11 +140,9 @@ def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int) -> None:
         assert torch.equal(gated_linear(some, weight, activation="silu", fixed=True), gated[begin:end])
 
 
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_many_rows_and_other_dtypes(dtype: torch.dtype) -> None:
-    left, weight = _matrices(200, 96, 64, torch.device("cuda"), dtype)
+def test_many_rows_and_other_dtypes(dtype: torch.dtype, cuda: torch.device) -> None:
+    left, weight = _matrices(200, 96, 64, cuda, dtype)
     wanted = left.double() @ weight.double().T
     for rows in (3, 200):
         _assert_near(linear(left[:rows], weight), wanted[:rows], inner=64)
@@ -162,13 +153,11 @@ def test_many_rows_and_other_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gated.double(), wanted_gated, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_a_chain_of_overlapping_launches_in_a_graph_is_in_order() -> None:
+def test_a_chain_of_overlapping_launches_in_a_graph_is_in_order(cuda: torch.device) -> None:
     """Each product reads what the one before wrote; a launch that did not wait would read what was there before."""
     size, steps = 4096, 12
-    rows = torch.randn(16, size, device="cuda", dtype=torch.bfloat16)
-    weights = [(torch.randn(size, size, device="cuda") / size**0.5).bfloat16() for _ in range(steps)]
+    rows = torch.randn(16, size, device=cuda, dtype=torch.bfloat16)
+    weights = [(torch.randn(size, size, device=cuda) / size**0.5).bfloat16() for _ in range(steps)]
 
     def chain(hidden: torch.Tensor) -> torch.Tensor:
         for weight in weights:
@@ -190,16 +179,12 @@ def test_a_chain_of_overlapping_launches_in_a_graph_is_in_order() -> None:
         assert torch.equal(given, wanted)
 
 
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_number_of_8_bits_is_widened_exactly(dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device="cuda")
+def test_every_number_of_8_bits_is_widened_exactly(dtype: torch.dtype, cuda: torch.device) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=cuda)
     codes[[127, 255]] = 0  # the two that are no numbers
-    weight = scaled_weight(
-        codes.view(torch.float8_e4m3fn).expand(256, 256).contiguous(), torch.ones(256, device="cuda")
-    )
-    for unit in torch.eye(256, dtype=dtype, device="cuda").split(64):
+    weight = scaled_weight(codes.view(torch.float8_e4m3fn).expand(256, 256).contiguous(), torch.ones(256, device=cuda))
+    for unit in torch.eye(256, dtype=dtype, device=cuda).split(64):
         assert torch.equal(linear(unit, weight), unit @ weight.dequantised(dtype).T)
 
 
@@ -212,12 +197,10 @@ SCALED = [
 ]  # fmt: skip
 
 
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize(("rows", "columns", "inner"), SCALED)
 @pytest.mark.parametrize("fixed", [False, True])
-def test_streamed_weights_of_8_bits(rows: int, columns: int, inner: int, fixed: bool) -> None:
-    left, whole = _matrices(rows, columns, inner, torch.device("cuda"), torch.bfloat16)
+def test_streamed_weights_of_8_bits(rows: int, columns: int, inner: int, fixed: bool, cuda: torch.device) -> None:
+    left, whole = _matrices(rows, columns, inner, cuda, torch.bfloat16)
     weight = quantised(whole)
     wanted = left.double() @ weight.dequantised(torch.float64).T
     _assert_near(linear_parts(left, weight, fixed=fixed).sum(0), wanted, inner=4 * inner)
@@ -227,11 +210,9 @@ def test_streamed_weights_of_8_bits(rows: int, columns: int, inner: int, fixed: 
     _assert_near(gated, torch.nn.functional.gelu(gate, approximate="tanh") * up, inner=4 * inner)
 
 
-@pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize(("columns", "inner"), [(4096, 4096), (1000, 832), (70, 33)])
-def test_fixed_bits_of_8_bits_depend_on_the_row_alone(columns: int, inner: int) -> None:
-    left, whole = _matrices(300, columns, inner, torch.device("cuda"), torch.bfloat16)
+def test_fixed_bits_of_8_bits_depend_on_the_row_alone(columns: int, inner: int, cuda: torch.device) -> None:
+    left, whole = _matrices(300, columns, inner, cuda, torch.bfloat16)
     weight = quantised(whole)
     all_rows = linear_parts(left, weight, fixed=True)
     gated = gated_linear(left, weight, activation="silu", fixed=True)
@@ -251,11 +232,9 @@ def test_rows_are_rounded_only_where_they_are_many(monkeypatch: pytest.MonkeyPat
     assert torch.equal(skinny_linear._of_many(few, weight), few @ weight.dequantised(torch.bfloat16).T)
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_many_rows_of_other_dtypes_keep_their_bits() -> None:
+def test_many_rows_of_other_dtypes_keep_their_bits(cuda: torch.device) -> None:
     for dtype, columns in ((torch.float16, 96), (torch.float32, 96), (torch.bfloat16, 90)):
-        left, whole = _matrices(200, columns, 128, torch.device("cuda"), dtype)
+        left, whole = _matrices(200, columns, 128, cuda, dtype)
         weight = quantised(whole)
         given = linear(left, weight)
         torch.testing.assert_close(given, left @ weight.dequantised(dtype).T, rtol=0.02, atol=0.02)

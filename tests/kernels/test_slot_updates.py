@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
-from outrider.kernels import backend
 from outrider.kernels.slot_updates import gather_paths, gather_slot_rows, store_positions
-
-_NEEDS_CUDA = pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def _ints(values: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -67,13 +63,10 @@ def test_long_rows(triton_device: torch.device) -> None:
     assert (out[0, 2100:] == -9).all() and (out[1, 3:] == -9).all()
 
 
-@pytest.mark.gpu
-@_NEEDS_CUDA
-def test_changed_rows_replay_from_a_graph() -> None:
-    device = torch.device("cuda")
-    table, out = (torch.zeros(count, 9000, dtype=torch.int32, device=device) for count in (257, 256))
-    sessions = torch.randperm(256, device=device).int()
-    key_len = torch.full((256,), 9000, dtype=torch.int32, device=device)
+def test_changed_rows_replay_from_a_graph(cuda: torch.device) -> None:
+    table, out = (torch.zeros(count, 9000, dtype=torch.int32, device=cuda) for count in (257, 256))
+    sessions = torch.randperm(256, device=cuda).int()
+    key_len = torch.full((256,), 9000, dtype=torch.int32, device=cuda)
     gather_slot_rows(table, sessions, key_len, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

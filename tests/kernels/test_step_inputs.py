@@ -5,7 +5,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 
 from outrider.kernels.draft_inputs import eagle_step_update_slot_mapping_and_metadata
@@ -94,11 +93,8 @@ def test_triton_steps(triton_device: torch.device) -> None:
     _check_step_in_place(triton_device)
 
 
-@pytest.mark.gpu
-def test_every_size_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    _check_random_steps(torch.device("cuda"), [1, 2, 3, 5, 31, 64, 127, 128, 129, 256, 257] * 3)
+def test_every_size_on_a_gpu(cuda: torch.device) -> None:
+    _check_random_steps(cuda, [1, 2, 3, 5, 31, 64, 127, 128, 129, 256, 257] * 3)
 
 
 def test_without_requests_only_padding_is_written() -> None:

@@ -137,30 +137,22 @@ def test_triton_takes_strides(triton_device: torch.device) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("splits", [None, 64])
-def test_cuda_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype, splits: int | None) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda")
+def test_cuda_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype, splits: int | None, cuda: torch.device) -> None:
     batch = _batch(split_keys=splits)
     tensors = _tensors(batch, 8, 2, head_dim, dtype)
     expected = tree_attention_reference(*tensors, batch, scale=head_dim**-0.5)
-    query, key, value = (tensor.to(device) for tensor in tensors)
-    out = tree_attention(query, key, value, _moved(batch, device), scale=head_dim**-0.5)
+    query, key, value = (tensor.to(cuda) for tensor in tensors)
+    out = tree_attention(query, key, value, _moved(batch, cuda), scale=head_dim**-0.5)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.gpu
-def test_cuda_launches_replay_from_a_graph() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda")
-    batch = _moved(_batch(split_keys=64), device)
-    query, key, value = (tensor.to(device) for tensor in _tensors(batch, 8, 2, 64))
+def test_cuda_launches_replay_from_a_graph(cuda: torch.device) -> None:
+    batch = _moved(_batch(split_keys=64), cuda)
+    query, key, value = (tensor.to(cuda) for tensor in _tensors(batch, 8, 2, 64))
     tree_attention(query, key, value, batch, scale=0.125)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

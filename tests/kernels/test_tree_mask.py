@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask, segment_packbits
@@ -164,18 +163,14 @@ def test_triton_segments(triton_device: torch.device) -> None:
     _check_wild_segments(triton_device)
 
 
-@pytest.mark.gpu
-def test_every_size_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda")
+def test_every_size_on_a_gpu(cuda: torch.device) -> None:
     sizes = (1, 2, 3, 7, 8, 15, 16, 31, 32, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
     # Every other dtype is a kernel to compile: int32 is left to a few sizes.
-    _check_masks(device, [(nodes, 1 + nodes % 5) for nodes in sizes], (torch.int64,))
-    _check_masks(device, [(7, 257), (64, 100), (600, 1), (1024, 1)], (torch.int64,))
-    _check_masks(device, [(7, 3), (64, 2), (200, 2)], (torch.int32,))
-    _check_segments(device, [(37 * segment) % 101 for segment in range(257)])
-    _check_segments(device, [100_003, 1, 7_777, 0, 64 * 64])
+    _check_masks(cuda, [(nodes, 1 + nodes % 5) for nodes in sizes], (torch.int64,))
+    _check_masks(cuda, [(7, 257), (64, 100), (600, 1), (1024, 1)], (torch.int64,))
+    _check_masks(cuda, [(7, 3), (64, 2), (200, 2)], (torch.int32,))
+    _check_segments(cuda, [(37 * segment) % 101 for segment in range(257)])
+    _check_segments(cuda, [100_003, 1, 7_777, 0, 64 * 64])
 
 
 def test_no_requests_is_no_work() -> None:

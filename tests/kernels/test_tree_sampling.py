@@ -17,13 +17,6 @@ _LINKS = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sib
 _POISON = -7
 
 
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device("cuda")
-
-
 def _links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Retrieve links of trees given by their nodes' parents (the root's is -1)."""
     requests, nodes = len(parents), len(parents[0])
@@ -151,7 +144,6 @@ def test_triton_small_trees(requests: int, nodes: int, vocab_size: int, path: in
     _check_against_reference(_random_case(requests, nodes, vocab_size, device=triton_device), path)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [*_SMALL, *_LARGE], ids=str)
 def test_large_trees(shape: tuple[int, int, int, int], dtype: torch.dtype, cuda: torch.device) -> None:
@@ -281,7 +273,6 @@ def test_triton_random_links(triton_device: torch.device) -> None:
     _check_random_links(triton_device, requests=3, nodes=7)
 
 
-@pytest.mark.gpu
 def test_many_random_links(cuda: torch.device) -> None:
     _check_random_links(cuda, requests=40, nodes=50)
 
@@ -324,7 +315,6 @@ def test_only_visited_rows_matter(device: torch.device) -> None:
     assert _run(case, 4) == before
 
 
-@pytest.mark.gpu
 def test_same_bits_run_to_run_and_in_a_graph(cuda: torch.device) -> None:
     case = _random_case(64, 64, 128256, device=cuda)
     first = _run(case, 8)

@@ -11,7 +11,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from outrider.kernels import tree_sampling
@@ -130,14 +129,6 @@ def test_triton_law_of_one_small_tree(triton_device: torch.device) -> None:
     assert _error(_SMALL_TREE, tree_sampling.tree_speculative_sampling_target_only, triton_device) < 1e-6
 
 
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device("cuda")
-
-
-@pytest.mark.gpu
 def test_cuda_law_is_the_targets(cuda: torch.device) -> None:
     operator = tree_sampling.tree_speculative_sampling_target_only
     assert max(_error(tree, operator, cuda) for tree in _TREES) < 1e-6

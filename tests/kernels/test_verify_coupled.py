@@ -204,10 +204,7 @@ def test_emitted_pairs_follow_the_targets_law_and_do_not_depend_on_the_tree(
     assert _pair_p(pairs, chi_square_p) > 1e-5
 
 
-@pytest.mark.gpu
-def test_cuda_graph_replays_a_step_of_new_trees() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def test_cuda_graph_replays_a_step_of_new_trees(cuda: torch.device) -> None:
     generator = torch.Generator().manual_seed(7)
     trees = _random_trees(16, 40, generator)
     count, width = sum(map(len, trees)), max(map(len, trees))

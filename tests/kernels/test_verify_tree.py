@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from outrider.kernels.verify_tree import verify_tree_greedy, verify_tree_greedy_reference
@@ -182,10 +181,7 @@ def test_triton_wild_links(triton_device: torch.device) -> None:
     _check_wild_links(triton_device, [(3, 6, 4), (2, 33, 40), (2, 70, 5), (1, 1, 1), (4, 3, 9)] * 3)
 
 
-@pytest.mark.gpu
-def test_every_size_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def test_every_size_on_a_gpu(cuda: torch.device) -> None:
     # Every other S and every other dtype is a kernel to compile.
     sizes = [(1 + nodes % 7, nodes, 9) for nodes in (1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 129, 255, 256)] * 3
     sizes += [(requests, 5, 9) for requests in (1, 2, 63, 64, 65, 257)] * 3 + [
@@ -193,8 +189,8 @@ def test_every_size_on_a_gpu() -> None:
         (3, 7, 2000),
         (2, 64, 1),
     ]
-    _check_wild_links(torch.device("cuda"), sizes, (torch.int64,))
-    _check_wild_links(torch.device("cuda"), [(3, 6, 4), (3, 64, 9), (2, 200, 9)], (torch.int32,))
+    _check_wild_links(cuda, sizes, (torch.int64,))
+    _check_wild_links(cuda, [(3, 6, 4), (3, 64, 9), (2, 200, 9)], (torch.int32,))
 
 
 def test_no_requests_is_no_work() -> None:
