@@ -1,26 +1,18 @@
 from __future__ import annotations
 
-import json
 from itertools import chain
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tests.kernels.tensors import POISON, poisoned, recorded
 
 from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
 from outrider.kernels.build_tree_kernels import launch_build_tree
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask
 
-_VECTORS = Path(__file__).parent / "vectors"
-_CPU = torch.device("cpu")
-_POISON = -7
 _HUGE = 2**32
-
-
-def _build(*arguments: Any) -> None:
-    build_tree_kernel_efficient(*arguments)
 
 
 def _words_dtype(nodes: int) -> torch.dtype:
@@ -46,9 +38,9 @@ def _run(tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dt
         torch.tensor(column, dtype=tree.dtype, device=device).view(requests, -1)
         for column in (tree.parent_list, tree.selected)
     ]
-    outputs = [torch.full((requests, nodes), _POISON, dtype=tree.dtype, device=device) for _ in range(4)]
+    outputs = [poisoned((requests, nodes), device, tree.dtype) for _ in range(4)]
     lengths = torch.tensor(tree.lengths, dtype=tree.dtype, device=device)
-    _build(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
+    build_tree_kernel_efficient(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
     beyond = mask[cells:].cpu().to(torch.int64)
     assert (beyond == (mode != 2)).all()
     positions, index, child, sibling = (output.cpu().tolist() for output in outputs)
@@ -167,7 +159,7 @@ def _wild_tree(random: Random, nodes: int, requests: int, dtype: torch.dtype = t
 def test_recorded_cases(device: torch.device) -> None:
     cases = []
     for name in ("build_tree_kernel_efficient", "build_tree_malformed"):
-        cases += json.loads((_VECTORS / f"{name}.json").read_text())["cases"]
+        cases += recorded(name)["cases"]
     assert len(cases) == 3
     for case in cases:
         given = {**case["inputs"], **case.get("intermediate_derived", {})}
@@ -231,16 +223,16 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
         for column in (tree.parent_list, tree.selected)
     ]
     lengths = torch.tensor(tree.lengths, device=device).repeat_interleave(3)[::3]
-    positions = torch.full((30,), _POISON, device=device)
-    links = [torch.full((4, 16), _POISON, dtype=torch.int32, device=device) for _ in range(3)]
+    positions = poisoned(30, device)
+    links = [poisoned((4, 16), device, torch.int32) for _ in range(3)]
     mask = torch.full((3, 12), 64, dtype=torch.uint8, device=device)
     arguments = (positions[::2], *(link[:, ::2] for link in links), tree.topk, tree.depth, 6, TreeMaskMode.PACKED)
-    _build(*wide, lengths, mask[:, ::2], *arguments)
+    build_tree_kernel_efficient(*wide, lengths, mask[:, ::2], *arguments)
     assert positions.tolist()[: 2 * 12 : 2] == list(chain(*want.positions))
-    assert positions[1::2].eq(_POISON).all() and positions[24:].eq(_POISON).all()
+    assert positions[1::2].eq(POISON).all() and positions[24:].eq(POISON).all()
     for link, name in zip(links, ("index", "child", "sibling"), strict=True):
         assert link[:2, :12:2].tolist() == getattr(want, name)
-        assert link[2:].eq(_POISON).all() and link[:, 1::2].eq(_POISON).all() and link[:, 12:].eq(_POISON).all()
+        assert link[2:].eq(POISON).all() and link[:, 1::2].eq(POISON).all() and link[:, 12:].eq(POISON).all()
     bits = [[64 + sum(cell << j for j, cell in enumerate(row)) for row in mask] for mask in want.mask]
     assert mask[:2, ::2].tolist() == bits
     assert mask[2:].eq(64).all() and mask[:, 1::2].eq(64).all()
@@ -258,7 +250,7 @@ def _check_length(device: torch.device, length: int, *, unchecked: bool = False)
         arguments: list[Any] = [*columns, lengths, mask, outputs, tree.topk, tree.depth, 0]
         launch_build_tree(*arguments)
     else:
-        _build(*columns, lengths, mask, *outputs, tree.topk, tree.depth, 12, 0)
+        build_tree_kernel_efficient(*columns, lengths, mask, *outputs, tree.topk, tree.depth, 12, 0)
     assert memory[:1024].eq(3).all() and memory[1024 + 144 :].eq(3).all()
 
 
@@ -267,7 +259,7 @@ def _check_round_trip(device: torch.device, sizes: list[tuple[int, int]]) -> Non
     for nodes, requests in sizes:
         tree = _grown_tree(Random(nodes), nodes, requests)
         built = _run(tree, 1, device)
-        outputs = [torch.full((requests, nodes), _POISON, device=device) for _ in range(4)]
+        outputs = [poisoned((requests, nodes), device) for _ in range(4)]
         lengths = torch.tensor(tree.lengths, device=device)
         arguments: list[Any] = [built.mask.to(device), lengths, *outputs, requests, nodes]
         reconstruct_indices_from_tree_mask(*arguments)
@@ -275,44 +267,27 @@ def _check_round_trip(device: torch.device, sizes: list[tuple[int, int]]) -> Non
         assert found == [built.positions, built.index, built.child, built.sibling]
 
 
-def test_grown_and_wild_trees() -> None:
-    _check_sizes(_CPU, [(nodes, 1 + nodes % 3) for nodes in range(1, 30)] + [(63, 2), (64, 3), (65, 1), (150, 2)] * 3)
+def test_grown_and_wild_trees(device: torch.device) -> None:
+    sizes = [(1, 1), (2, 3), (5, 2), (17, 2), (9, 1), (64, 1), (8, 3), (33, 2), (3, 1), (20, 2), (130, 1), (129, 1)]
+    _check_sizes(device, sizes)
 
 
-def test_chains_and_cycles() -> None:
-    _check_chain(_CPU, 200)
+def test_chains_and_cycles(device: torch.device) -> None:
+    _check_chain(device, 20)
 
 
-def test_a_negative_prefix_does_no_harm() -> None:
-    _check_length(_CPU, -3)
-    _check_length(_CPU, -500)
-
-
-def test_reconstruction_gives_back_what_was_built() -> None:
-    _check_round_trip(_CPU, [(nodes, 2) for nodes in (1, 2, 5, 17, 64, 130)])
-
-
-def test_triton_grown_and_wild_trees(triton_device: torch.device) -> None:
-    _check_sizes(triton_device, [(1, 1), (2, 3), (5, 2), (17, 2), (9, 1), (64, 1), (8, 3), (33, 2), (3, 1), (20, 2)])
-
-
-def test_triton_beyond_one_program(triton_device: torch.device) -> None:
-    _check_sizes(triton_device, [(130, 1), (129, 1)])
-
-
-def test_triton_chains_and_cycles(triton_device: torch.device) -> None:
-    _check_chain(triton_device, 20)
+def test_a_negative_prefix_does_no_harm(device: torch.device) -> None:
+    for length in (-3, -500):
+        _check_length(device, length)
 
 
 def test_triton_stores_past_a_full_mask_are_left_out(triton_device: torch.device) -> None:
-    for length in (-3, -500):
-        _check_length(triton_device, length)
     for length in (128, 138, 2**40):
         _check_length(triton_device, length, unchecked=True)
 
 
-def test_triton_round_trip(triton_device: torch.device) -> None:
-    _check_round_trip(triton_device, [(1, 2), (12, 3)])
+def test_reconstruction_gives_back_what_was_built(device: torch.device) -> None:
+    _check_round_trip(device, [(1, 2), (12, 3), (65, 1)])
 
 
 def test_every_size_on_a_gpu(cuda: torch.device) -> None:
@@ -329,4 +304,6 @@ def test_every_size_on_a_gpu(cuda: torch.device) -> None:
 
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, 4, dtype=torch.int64)
-    _build(empty, empty[:, :3], empty[:, 0], torch.zeros(0, dtype=torch.bool), *[empty] * 4, 3, 2, 4, 1)
+    build_tree_kernel_efficient(
+        empty, empty[:, :3], empty[:, 0], torch.zeros(0, dtype=torch.bool), *[empty] * 4, 3, 2, 4, 1
+    )

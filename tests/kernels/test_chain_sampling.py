@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import recorded
 
 from outrider.kernels.chain_sampling import (
     chain_speculative_sampling,
@@ -16,8 +15,6 @@ from outrider.kernels.chain_sampling import (
     judge_chains_reference,
 )
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32
-
-_CASES = json.loads((Path(__file__).parent / "vectors" / "chain_speculative_sampling_cases.json").read_text())["cases"]
 
 
 def _given(case: dict[str, Any], rows: int, device: torch.device) -> list[Any]:
@@ -48,8 +45,9 @@ def _lists(verdict: tuple[torch.Tensor, ...]) -> list[list]:
     return [part.tolist() for part in verdict]
 
 
-def _check_recorded_cases(device: torch.device, rows: int) -> None:
-    certain = [case for case in _CASES if case["deterministic"]]
+def test_recorded_cases(device: torch.device) -> None:
+    rows = 2
+    certain = [case for case in recorded("chain_speculative_sampling_cases")["cases"] if case["deterministic"]]
     assert len(certain) == 4
     for case in certain:
         tokens, accepted, emitted = chain_speculative_sampling(*_given(case, rows, device), seed=11)
@@ -59,8 +57,11 @@ def _check_recorded_cases(device: torch.device, rows: int) -> None:
         assert {tokens.dtype, accepted.dtype, emitted.dtype} == {torch.int32}
 
 
-def _check_recorded_law(device: torch.device, rows: int, chi_square_p: Callable[..., float]) -> None:
-    (case,) = (case for case in _CASES if not case["deterministic"])
+# The interpreter would take long.
+@pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_recorded_law(device: torch.device, chi_square_p: Callable[..., float]) -> None:
+    rows = 20_000
+    (case,) = (case for case in recorded("chain_speculative_sampling_cases")["cases"] if not case["deterministic"])
     tokens, accepted, emitted = chain_speculative_sampling(*_given(case, rows, device), seed=12)
     law = {tuple(entry["tokens"]): entry["prob"] for entry in case["output_law"]}
     seen = Counter(map(tuple, tokens.tolist()))
@@ -73,19 +74,6 @@ def _check_recorded_law(device: torch.device, rows: int, chi_square_p: Callable[
     # Acceptances of 0.4 and 0.5, with the walk's own coins: never fewer accepted than emitted.
     assert (accepted >= emitted).all()
     assert chi_square_p(accepted.long().cpu().bincount(minlength=3), torch.tensor([0.3, 0.5, 0.2])) > 1e-4
-
-
-def test_recorded_cases(chi_square_p: Callable[..., float]) -> None:
-    _check_recorded_cases(torch.device("cpu"), rows=50)
-    _check_recorded_law(torch.device("cpu"), 20_000, chi_square_p)
-
-
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_recorded_cases(triton_device, rows=2)
-
-
-def test_cuda_recorded_law(cuda: torch.device, chi_square_p: Callable[..., float]) -> None:
-    _check_recorded_law(cuda, 100_000, chi_square_p)
 
 
 # B, S, V: odd sizes, no drafts at all, chains longer than a warp, several blocks of V.
@@ -127,7 +115,7 @@ def test_the_random_chains_are_of_every_length() -> None:
     assert len(chain_speculative_sampling(q, ids, p, seed=3)[2].unique()) == 5
 
 
-def _check_unknown_ids(device: torch.device) -> None:
+def test_unknown_ids(device: torch.device) -> None:
     """An id outside [0, V) ends the chain: the final token comes from p there, and nothing later counts."""
     q = torch.full((3, 3, 4), 0.25, device=device)
     p = torch.zeros(3, 4, 4, device=device)
@@ -138,7 +126,7 @@ def _check_unknown_ids(device: torch.device) -> None:
     assert emitted.tolist() == accepted.tolist() == [1, 0, 2]
 
 
-def _check_no_residual(device: torch.device) -> None:
+def test_no_residual(device: torch.device) -> None:
     """p nowhere above q, and yet a rejection (p is not normalised): the token comes from p, and from V - 1 at last."""
     q = torch.tensor([[[1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]], [[0.5, 0.5, 0.0]]], device=device)
     p = torch.tensor([[0.0, 1e-9, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, float("nan")]], device=device)
@@ -149,7 +137,7 @@ def _check_no_residual(device: torch.device) -> None:
     assert emitted.tolist() == accepted.tolist() == [0, 0, 0]
 
 
-def _check_counters(device: torch.device) -> None:
+def test_counters(device: torch.device) -> None:
     case = _random_case(3, 4, 6, device)
     expected = _lists(chain_speculative_sampling(*case, seed=4))
     for dtype in (torch.int32, torch.int64):
@@ -167,7 +155,7 @@ def _check_counters(device: torch.device) -> None:
     assert found[2] is only and _lists(found) == expected
 
 
-def _check_strides(device: torch.device) -> None:
+def test_strides(device: torch.device) -> None:
     q, ids, p = _random_case(3, 4, 10, device)
     expected = _lists(chain_speculative_sampling(q, ids, p, seed=4))
     wide_q, wide_p = torch.rand(3, 4, 20, device=device), torch.rand(5, 5, 13, device=device)
@@ -180,7 +168,7 @@ def _check_strides(device: torch.device) -> None:
     assert _lists(found) == _lists(chain_speculative_sampling(q, ids, p, seed=seeds[::2].contiguous()))
 
 
-def _check_rows_with_seeds_of_their_own(device: torch.device) -> None:
+def test_rows_with_seeds_of_their_own(device: torch.device) -> None:
     """With B seeds a row's verdict goes with the row; with one seed equal rows are independent."""
     q, ids, p = (tensor.repeat(4, *[1] * (tensor.dim() - 1)) for tensor in _random_case(2, 3, 30, device))
     seeds = torch.arange(8, device=device) * 1000
@@ -192,25 +180,6 @@ def _check_rows_with_seeds_of_their_own(device: torch.device) -> None:
     assert _lists(alone) == [part[6:7].tolist() for part in whole]
     shared = chain_speculative_sampling(q, ids, p, seed=seeds[:1], offset=17)[0]
     assert len(shared[::2].unique(dim=0)) > 1
-
-
-_CHECKS = (
-    _check_unknown_ids,
-    _check_no_residual,
-    _check_counters,
-    _check_strides,
-    _check_rows_with_seeds_of_their_own,
-)
-
-
-@pytest.mark.parametrize("check", _CHECKS, ids=lambda check: check.__name__)
-def test_reference(check: Callable[[torch.device], None]) -> None:
-    check(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("check", _CHECKS, ids=lambda check: check.__name__)
-def test_triton(check: Callable[[torch.device], None], triton_device: torch.device) -> None:
-    check(triton_device)
 
 
 def test_a_coin_on_the_boundary_rejects() -> None:

@@ -8,19 +8,18 @@ their own uniforms, by chi-square.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import recorded
 
 from outrider.kernels import chain_sampling
 
 _Law = dict[tuple[int, ...], float]
-(_RECORDED,) = json.loads((Path(__file__).parent / "vectors" / "chain_unbiasedness.json").read_text())
+(_RECORDED,) = recorded("chain_unbiasedness")
 
 
 def _rows(number: int) -> tuple[torch.Tensor, torch.Tensor]:

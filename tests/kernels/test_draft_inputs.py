@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from dataclasses import FrozenInstanceError, fields
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import POISON, poisoned, recorded, strided_columns
 
 from outrider.engine.config import EngineConfig, create_config_for_draft_model
 from outrider.kernels.draft_inputs import (
@@ -17,41 +16,22 @@ from outrider.kernels.draft_inputs import (
     extend_all_queries_by_N,
 )
 
-_VECTORS = Path(__file__).parent / "vectors"
-_CPU = torch.device("cpu")
-_POISON = -7
-
-
-def _cases(name: str) -> list[dict[str, Any]]:
-    return json.loads((_VECTORS / f"{name}.json").read_text())["cases"]
-
-
-def _poisoned(size: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.full((size,), _POISON, dtype=dtype, device=device)
-
-
-def _on(device: torch.device, dtype: torch.dtype, *columns: list[Any]) -> list[torch.Tensor]:
-    """Columns on a device, int ones of `dtype`, each a strided view of a larger tensor."""
-    tensors = [torch.tensor(column, device=device) for column in columns]
-    tensors = [tensor if tensor.dtype == torch.bool else tensor.to(dtype) for tensor in tensors]
-    return [tensor.repeat_interleave(2, dim=-1)[..., ::2] for tensor in tensors]
-
 
 def _check_prepare(device: torch.device, drafts: list[int], valid: list[int], start: list[int], dtype: Any) -> Any:
     requests = len(drafts)
     cumulative = torch.tensor(drafts).cumsum(0).tolist()
-    columns = _on(device, dtype, cumulative, valid, start)
-    rows, rejected = _poisoned(requests + 2, device, torch.int32), _poisoned(2 * requests + 1, device)
+    columns = strided_columns(device, dtype, cumulative, valid, start)
+    rows, rejected = poisoned(requests + 2, device, torch.int32), poisoned(2 * requests + 1, device)
     eagle_prepare_inputs_padded(*[*columns, rows, rejected[::2]])
     wanted = [nd + 1 - valid[request] if nd > 0 else 0 for request, nd in enumerate(drafts)]
-    assert rejected[: 2 * requests : 2].tolist() == wanted and rejected[1::2].eq(_POISON).all()
+    assert rejected[: 2 * requests : 2].tolist() == wanted and rejected[1::2].eq(POISON).all()
     at = [max(start[request + 1] - 1 - wanted[request], start[request]) for request in range(requests)]
-    assert rows.tolist() == [*at, _POISON, _POISON]
+    assert rows.tolist() == [*at, POISON, POISON]
     return at, wanted
 
 
-def _check_recorded_inputs(device: torch.device) -> None:
-    for case in _cases("eagle_prepare_inputs_padded"):
+def test_recorded_inputs(device: torch.device) -> None:
+    for case in recorded("eagle_prepare_inputs_padded")["cases"]:
         given, expected = case["inputs"], case["expected"]
         drafts = torch.tensor([0, *given["cu_num_draft_tokens"]]).diff().tolist()
         valid, start = given["valid_sampled_tokens_count"], given["query_start_loc"]
@@ -71,8 +51,8 @@ def _check_random_inputs(device: torch.device, sizes: list[int]) -> None:
 def _check_next(device: torch.device, given: dict[str, Any], dtype: torch.dtype) -> tuple[list[int], list[int]]:
     requests = len(given["sampled_token_ids"])
     names = ("sampled_token_ids", "discard_mask", "backup_next_token_ids")
-    columns = _on(device, dtype, *(given[name] for name in names))
-    tokens, counts = _poisoned(requests + 2, device, torch.int32), _poisoned(2 * requests + 1, device)
+    columns = strided_columns(device, dtype, *(given[name] for name in names))
+    tokens, counts = poisoned(requests + 2, device, torch.int32), poisoned(2 * requests + 1, device)
     arguments: list[Any] = [*columns, tokens, counts[::2], given["vocab_size"]]
     eagle_prepare_next_token_padded(*arguments)
     wanted_tokens, wanted_counts = [], []
@@ -80,13 +60,13 @@ def _check_next(device: torch.device, given: dict[str, Any], dtype: torch.dtype)
         valid = [] if discard else [token for token in row if 0 <= token < given["vocab_size"]]
         wanted_tokens.append(valid[-1] if valid else backup)
         wanted_counts.append(len(valid))
-    assert tokens.tolist() == [*wanted_tokens, _POISON, _POISON]
-    assert counts[: 2 * requests : 2].tolist() == wanted_counts and counts[1::2].eq(_POISON).all()
+    assert tokens.tolist() == [*wanted_tokens, POISON, POISON]
+    assert counts[: 2 * requests : 2].tolist() == wanted_counts and counts[1::2].eq(POISON).all()
     return wanted_tokens, wanted_counts
 
 
-def _check_recorded_next(device: torch.device) -> None:
-    for case in _cases("eagle_prepare_next_token_padded"):
+def test_recorded_next_tokens(device: torch.device) -> None:
+    for case in recorded("eagle_prepare_next_token_padded")["cases"]:
         expected = case["expected"]
         found = _check_next(device, case["inputs"], torch.int64)
         assert found == (expected["next_token_ids"], expected["valid_sampled_tokens_count"])
@@ -104,8 +84,8 @@ def _check_random_next(device: torch.device, sizes: list[tuple[int, int]]) -> No
         _check_next(device, given, (torch.int64, torch.int32)[turn % 2])
 
 
-def _check_recorded_extension(device: torch.device) -> None:
-    for case in _cases("extend_all_queries_by_N"):
+def test_recorded_extensions(device: torch.device) -> None:
+    for case in recorded("extend_all_queries_by_N")["cases"]:
         given, expected = case["inputs"], case["expected"]
         start, lengths = (torch.tensor(given[name], device=device) for name in ("query_start_loc", "seq_lens"))
         slots = torch.arange(5, device=device)
@@ -123,32 +103,12 @@ def _check_recorded_extension(device: torch.device) -> None:
         assert {name: getattr(before, name) for name in sizes} == sizes
 
 
-def test_recorded_cases() -> None:
-    _check_recorded_inputs(_CPU)
-    _check_recorded_next(_CPU)
-    _check_recorded_extension(_CPU)
+def test_prepared_inputs(device: torch.device) -> None:
+    _check_random_inputs(device, [1, 3, 130, 4])
 
 
-def test_prepared_inputs() -> None:
-    _check_random_inputs(_CPU, [1, 2, 3, 130] * 4)
-
-
-def test_next_tokens() -> None:
-    _check_random_next(_CPU, [(1, 1), (2, 3), (5, 17), (130, 5)] * 4)
-
-
-def test_triton_recorded_cases(triton_device: torch.device) -> None:
-    _check_recorded_inputs(triton_device)
-    _check_recorded_next(triton_device)
-    _check_recorded_extension(triton_device)
-
-
-def test_triton_prepared_inputs(triton_device: torch.device) -> None:
-    _check_random_inputs(triton_device, [1, 3, 130, 4])
-
-
-def test_triton_next_tokens(triton_device: torch.device) -> None:
-    _check_random_next(triton_device, [(1, 1), (2, 3), (5, 17), (70, 5)])
+def test_next_tokens(device: torch.device) -> None:
+    _check_random_next(device, [(1, 1), (2, 3), (5, 17), (70, 5)])
 
 
 def test_every_size_on_a_gpu(cuda: torch.device) -> None:
@@ -158,10 +118,10 @@ def test_every_size_on_a_gpu(cuda: torch.device) -> None:
 
 
 def test_no_requests_is_no_work() -> None:
-    empty, rows = torch.zeros(0, dtype=torch.int64), torch.full((3,), _POISON)
+    empty, rows = torch.zeros(0, dtype=torch.int64), torch.full((3,), POISON)
     eagle_prepare_inputs_padded(empty, empty, torch.zeros(1, dtype=torch.int64), rows, rows)
     eagle_prepare_next_token_padded(torch.zeros(0, 3, dtype=torch.int64), empty.bool(), empty, rows, rows, 9)
-    assert rows.tolist() == [_POISON] * 3
+    assert rows.tolist() == [POISON] * 3
 
 
 def test_metadata_is_frozen() -> None:

@@ -1,25 +1,12 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from tests.kernels.tensors import POISON, recorded, strided_columns
 
 from outrider.kernels.draft_inputs import copy_and_expand_eagle_inputs
-
-_VECTORS = Path(__file__).parent / "vectors"
-_CPU = torch.device("cpu")
-_POISON = -7
-
-
-def _on(device: torch.device, dtype: torch.dtype, *columns: list[Any]) -> list[torch.Tensor]:
-    """Columns on a device, int ones of `dtype`, each a strided view of a larger tensor."""
-    tensors = [torch.tensor(column, device=device) for column in columns]
-    tensors = [tensor if tensor.dtype == torch.bool else tensor.to(dtype) for tensor in tensors]
-    return [tensor.repeat_interleave(2, dim=-1)[..., ::2] for tensor in tensors]
-
 
 _ROW_OUTPUTS = ("input_ids", "positions", "is_rejected", "is_masked")
 
@@ -49,14 +36,14 @@ def _expand_outputs(device: torch.device, sizes: list[int]) -> list[torch.Tensor
     dtypes = (torch.int64, torch.int32, torch.bool, torch.bool, torch.int32, torch.int64)
     outputs = []
     for place, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-        strided = torch.full((2 * size + 4,), _POISON, device=device).to(dtype)[::2]
+        strided = torch.full((2 * size + 4,), POISON, device=device).to(dtype)[::2]
         outputs.append(strided if place % 2 else strided.contiguous())
     return outputs
 
 
 def _check_expand(device: torch.device, given: dict[str, Any], dtype: torch.dtype) -> dict[str, list[Any]]:
     names = ("target_token_ids", "target_positions", "next_token_ids", "query_start_loc", "query_end_loc")
-    columns = _on(device, dtype, *(given[name] for name in names))
+    columns = strided_columns(device, dtype, *(given[name] for name in names))
     wanted = _expand_expected(given)
     shift = given["shift_input_ids"]
     outputs = _expand_outputs(device, [len(rows) for rows in wanted.values()])
@@ -64,14 +51,14 @@ def _check_expand(device: torch.device, given: dict[str, Any], dtype: torch.dtyp
     arguments: list[Any] = [*columns, *(given[name] for name in scalars), *outputs]
     copy_and_expand_eagle_inputs(*arguments)
     for output, (name, rows) in zip(outputs, wanted.items(), strict=True):
-        poison = [True if output.dtype == torch.bool else _POISON]
+        poison = [True if output.dtype == torch.bool else POISON]
         untouched = name == "hidden_state_mapping" and not shift
         assert output.tolist() == (poison * len(rows) if untouched else rows) + 2 * poison, name
     return wanted
 
 
 def test_recorded_cases(device: torch.device) -> None:
-    for case in json.loads((_VECTORS / "copy_and_expand_inputs.json").read_text())["cases"]:
+    for case in recorded("copy_and_expand_inputs")["cases"]:
         found, expected = _check_expand(device, case["inputs"], torch.int64), case["expected"]
         mapping = expected["hidden_state_mapping"] or found["hidden_state_mapping"]
         names = (*_ROW_OUTPUTS, "new_token_indices")
@@ -100,15 +87,15 @@ def _check_random_expansion(device: torch.device, sizes: list[tuple[int, int]]) 
         _check_expand(device, given, (torch.int64, torch.int32)[turn % 3 == 0])
 
 
-def _check_wild_expansion(device: torch.device) -> None:
-    """Positions of nonsense: memory beside the outputs stays as it is, and the call comes back."""
+def test_positions_of_nonsense(device: torch.device) -> None:
+    """Memory beside the outputs stays as it is, and the call comes back."""
     huge, least = 2**63 - 1, -(2**63)
     tokens = torch.arange(6, device=device)
     wild = [0, huge, -4, least, 90, 3, 50, 6]
     ends = [huge, 5, -8, least, huge, 2, 1]
     start, end = torch.tensor(wild, device=device), torch.tensor(ends, device=device)
     for shift in (False, True):
-        memory = torch.full((6, 64), _POISON, device=device)
+        memory = torch.full((6, 64), POISON, device=device)
         masks = memory.bool()
         outputs = [memory[0, 20:50], memory[1, 20:50], masks[2, 20:50], masks[3, 20:50], memory[4, 20:34]]
         arguments: list[Any] = [tokens, tokens, tokens.repeat(2)[:7], start, end, 1, 2, 2, shift]
@@ -119,14 +106,8 @@ def _check_wild_expansion(device: torch.device) -> None:
             assert row[:20].eq(row[0]).all() and row[20 + width :].eq(row[0]).all(), place
 
 
-def test_expansion() -> None:
-    _check_random_expansion(_CPU, [(1, 1), (2, 3), (3, 40), (20, 9)] * 5)
-    _check_wild_expansion(_CPU)
-
-
-def test_triton_expansion(triton_device: torch.device) -> None:
-    _check_random_expansion(triton_device, [(1, 1), (2, 3), (3, 40), (5, 9), (1, 700), (2, 500)])
-    _check_wild_expansion(triton_device)
+def test_expansion(device: torch.device) -> None:
+    _check_random_expansion(device, [(1, 1), (2, 3), (3, 40), (5, 9), (1, 700), (2, 500)])
 
 
 def test_every_size_on_a_gpu(cuda: torch.device) -> None:
@@ -147,8 +128,8 @@ def test_without_shift_no_mapping_is_needed() -> None:
 
 def test_no_requests_is_no_work() -> None:
     empty, start = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    rows, masks = torch.full((3,), _POISON), torch.ones(3, dtype=torch.bool)
+    rows, masks = torch.full((3,), POISON), torch.ones(3, dtype=torch.bool)
     copy_and_expand_eagle_inputs(
         empty, empty, empty, start, empty, 0, 0, 1, True, rows, rows, masks, masks, empty, empty
     )
-    assert rows.tolist() == [_POISON] * 3 and masks.all()
+    assert rows.tolist() == [POISON] * 3 and masks.all()

@@ -1,28 +1,12 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from tests.kernels.tensors import POISON, poisoned, recorded, strided_columns
 
 from outrider.kernels.draft_inputs import eagle_step_update_slot_mapping_and_metadata
-
-_VECTORS = Path(__file__).parent / "vectors"
-_CPU = torch.device("cpu")
-_POISON = -7
-
-
-def _poisoned(size: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.full((size,), _POISON, dtype=dtype, device=device)
-
-
-def _on(device: torch.device, dtype: torch.dtype, *columns: list[Any]) -> list[torch.Tensor]:
-    """Columns on a device, int ones of `dtype`, each a strided view of a larger tensor."""
-    tensors = [torch.tensor(column, device=device) for column in columns]
-    tensors = [tensor if tensor.dtype == torch.bool else tensor.to(dtype) for tensor in tensors]
-    return [tensor.repeat_interleave(2, dim=-1)[..., ::2] for tensor in tensors]
 
 
 def _step_expected(
@@ -41,20 +25,21 @@ def _step_expected(
 
 def _check_step(device: torch.device, given: dict[str, Any], dtype: torch.dtype = torch.int64) -> list[list[int]]:
     requests, rows = len(given["positions"]), given["input_batch_size"]
-    positions, table, lengths = _on(device, dtype, given["positions"], given["block_table"], given["seq_lens"])
-    out_positions, slots = _poisoned(requests + 2, device, torch.int32), _poisoned(rows + 3, device)
+    columns = (given[name] for name in ("positions", "block_table", "seq_lens"))
+    positions, table, lengths = strided_columns(device, dtype, *columns)
+    out_positions, slots = poisoned(requests + 2, device, torch.int32), poisoned(rows + 3, device)
     arguments: list[Any] = [positions, table, lengths, given["block_size"], given["max_model_len"]]
     arguments += [out_positions, slots, None if rows == requests else rows]
     eagle_step_update_slot_mapping_and_metadata(*arguments)
     found = [out_positions.tolist(), slots.tolist(), lengths.tolist()]
-    assert found[0][requests:] == [_POISON] * 2 and found[1][rows:] == [_POISON] * 3
+    assert found[0][requests:] == [POISON] * 2 and found[1][rows:] == [POISON] * 3
     found = [found[0][:requests], found[1][:rows], found[2]]
     assert found == list(_step_expected(given, rows))
     return found
 
 
 def test_recorded_cases(device: torch.device) -> None:
-    for case in json.loads((_VECTORS / "eagle_step_slot_mapping.json").read_text())["cases"]:
+    for case in recorded("eagle_step_slot_mapping")["cases"]:
         expected = case["expected"]
         wanted = [expected[name] for name in ("clamped_positions", "slot_mapping", "seq_lens")]
         assert _check_step(device, case["inputs"]) == wanted, case["name"]
@@ -75,22 +60,15 @@ def _check_random_steps(device: torch.device, sizes: list[int]) -> None:
         _check_step(device, given, (torch.int64, torch.int32)[turn % 2])
 
 
-def _check_step_in_place(device: torch.device) -> None:
-    """The positions may be their own output."""
+def test_positions_may_be_their_own_output(device: torch.device) -> None:
     positions, lengths, slots = (torch.tensor(column, device=device) for column in ([4, 9], [5, 10], [0, 0]))
     table = torch.tensor([[3, 2], [8, 7]], device=device)
     eagle_step_update_slot_mapping_and_metadata(positions, table, lengths, 5, 10, positions, slots)
     assert positions.tolist() == [5, 0] and lengths.tolist() == [6, 1] and slots.tolist() == [10, -1]
 
 
-def test_steps() -> None:
-    _check_random_steps(_CPU, [1, 2, 3, 130] * 6)
-    _check_step_in_place(_CPU)
-
-
-def test_triton_steps(triton_device: torch.device) -> None:
-    _check_random_steps(triton_device, [1, 3, 130, 2, 5, 7])
-    _check_step_in_place(triton_device)
+def test_steps(device: torch.device) -> None:
+    _check_random_steps(device, [1, 3, 130, 2, 5, 7])
 
 
 def test_every_size_on_a_gpu(cuda: torch.device) -> None:

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import recorded
 
 from outrider.kernels import tree_attention_launch
 from outrider.kernels.slot_updates import gather_paths
@@ -248,9 +247,6 @@ def test_half_precision_comes_back_in_its_dtype() -> None:
     torch.testing.assert_close(out.double(), _brute_force(tensors, batch, 0.3, 0, 0.0), rtol=1e-2, atol=1e-2)
 
 
-_VECTORS = Path(__file__).parent / "vectors"
-
-
 def _words(bits: list[int], count: int) -> torch.Tensor:
     """Bit masks as [rows, count] int64 words, little-endian."""
     packed = b"".join(mask.to_bytes(8 * count, "little") for mask in bits)
@@ -295,7 +291,7 @@ def _random_tree(nodes: int, depth: int) -> list[int]:
 
 
 def test_recorded_attention(triton_device: torch.device) -> None:
-    for case in json.loads((_VECTORS / "tree_attention.json").read_text()):
+    for case in recorded("tree_attention"):
         keys = len(case["k"])
         batch = _tree_batch([case["parents"]], [case["prefix_len"]], keys)
         query, key, value = (torch.tensor(case[name])[:, None] for name in ("q", "k", "v"))
@@ -312,7 +308,7 @@ def test_recorded_attention(triton_device: torch.device) -> None:
 
 def test_recorded_masks(triton_device: torch.device) -> None:
     # With equal scores a row is the mean of the values it sees; powers of two spell out which keys those are.
-    layout = json.loads((_VECTORS / "custom_mask_layout.json").read_text())["tree_batch"]
+    layout = recorded("custom_mask_layout")["tree_batch"]
     requests = layout["requests"]
     for request in requests:
         assert _ancestor_bits(request["parents"]) == request["ancestor_bitmask"]

@@ -1,29 +1,14 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
+from tests.kernels.tensors import POISON, poisoned, recorded
 
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask, segment_packbits
 
-_VECTORS = Path(__file__).parent / "vectors"
-_CPU = torch.device("cpu")
-_POISON = -7
-
-
-def _reconstruct(*arguments: Any) -> None:
-    reconstruct_indices_from_tree_mask(*arguments)
-
-
-def _pack(*arguments: Any) -> None:
-    segment_packbits(*arguments)
-
 
 def _outputs(requests: int, nodes: int, device: torch.device, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
-    return [torch.full((requests, nodes), _POISON, dtype=dtype, device=device) for _ in range(4)]
+    return [poisoned((requests, nodes), device, dtype) for _ in range(4)]
 
 
 def _expected(mask: torch.Tensor, lengths: list[int]) -> list[list[list[int]]]:
@@ -54,7 +39,7 @@ def _forest_masks(generator: torch.Generator, requests: int, nodes: int) -> torc
 
 
 def test_recorded_cases(device: torch.device) -> None:
-    cases = json.loads((_VECTORS / "reconstruct_indices_from_tree_mask.json").read_text())["cases"]
+    cases = recorded("reconstruct_indices_from_tree_mask")["cases"]
     assert len(cases) == 1
     for case in cases:
         given, expected = case["inputs"], case["expected"]
@@ -62,18 +47,18 @@ def test_recorded_cases(device: torch.device) -> None:
         mask = torch.tensor(given["tree_mask"], device=device).bool()
         outputs = _outputs(requests, nodes, device)
         lengths = torch.tensor(given["verified_seq_len"], device=device)
-        _reconstruct(mask, lengths, outputs[0].view(-1), *outputs[1:], requests, nodes)
+        reconstruct_indices_from_tree_mask(mask, lengths, outputs[0].view(-1), *outputs[1:], requests, nodes)
         names = ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
         assert outputs[0].flatten().tolist() == expected["positions"]
         assert [output.tolist() for output in outputs[1:]] == [expected[name] for name in names]
-    for case in json.loads((_VECTORS / "segment_packbits.json").read_text())["cases"]:
+    for case in recorded("segment_packbits")["cases"]:
         if case["bitorder"] == "little":
             y = torch.full((len(case["expected"]["y"]) + 3,), 99, dtype=torch.uint8, device=device)
             pointers = [
                 torch.tensor(column, device=device)
                 for column in (case["input_indptr"], case["expected"]["output_indptr"])
             ]
-            _pack(torch.tensor(case["x"], device=device).bool(), *pointers, y, len(case["input_indptr"]) - 1)
+            segment_packbits(torch.tensor(case["x"], device=device).bool(), *pointers, y, len(case["input_indptr"]) - 1)
             assert y.tolist() == [*case["expected"]["y"], 99, 99, 99]
 
 
@@ -90,7 +75,7 @@ def _check_masks(
             lengths = torch.randint(0, 99, (requests,), generator=generator)
             dtype = dtypes[turn % len(dtypes)]
             outputs = _outputs(requests, nodes, device, dtype)
-            _reconstruct(mask.to(device), lengths.to(device, dtype), *outputs, requests, nodes)
+            reconstruct_indices_from_tree_mask(mask.to(device), lengths.to(device, dtype), *outputs, requests, nodes)
             found = [output.tolist() for output in outputs]
             assert found == _expected(mask, lengths.tolist()), (nodes, requests)
 
@@ -101,14 +86,14 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
     want = _expected(mask, [5, 9])
     wide = mask.flatten().to(device).repeat_interleave(2)[::2]
     lengths = torch.tensor([5, 9, 1], device=device).repeat_interleave(3)[::3]
-    positions = torch.full((30,), _POISON, device=device)
-    links = [torch.full((4, 16), _POISON, dtype=torch.int32, device=device) for _ in range(3)]
-    _reconstruct(wide, lengths, positions[::2], *(link[:, ::2] for link in links), 2, 6)
+    positions = poisoned(30, device)
+    links = [poisoned((4, 16), device, torch.int32) for _ in range(3)]
+    reconstruct_indices_from_tree_mask(wide, lengths, positions[::2], *(link[:, ::2] for link in links), 2, 6)
     assert positions[:24:2].view(2, 6).tolist() == want[0]
-    assert positions[1::2].eq(_POISON).all() and positions[24:].eq(_POISON).all()
+    assert positions[1::2].eq(POISON).all() and positions[24:].eq(POISON).all()
     for link, rows in zip(links, want[1:], strict=True):
         assert link[:2, :12:2].tolist() == rows
-        assert link[2:].eq(_POISON).all() and link[:, 1::2].eq(_POISON).all() and link[:, 12:].eq(_POISON).all()
+        assert link[2:].eq(POISON).all() and link[:, 1::2].eq(POISON).all() and link[:, 12:].eq(POISON).all()
 
 
 def _check_segments(device: torch.device, lengths: list[int], dtype: torch.dtype = torch.int64) -> None:
@@ -123,11 +108,11 @@ def _check_segments(device: torch.device, lengths: list[int], dtype: torch.dtype
         for segment in range(len(lengths)):
             bits = x[int(begin[segment]) : int(begin[segment + 1])].numpy() != 0
             want[int(first[segment]) : int(first[segment + 1])] = np.packbits(bits, bitorder="little")
-        _pack(x.to(device), begin.to(device, dtype), first.to(device, dtype), y, len(lengths))
+        segment_packbits(x.to(device), begin.to(device, dtype), first.to(device, dtype), y, len(lengths))
         assert y.tolist() == want.tolist(), lengths
 
 
-def _check_wild_segments(device: torch.device) -> None:
+def test_wild_segments(device: torch.device) -> None:
     """Index arrays of nonsense: memory beside x and y stays as it is, and the call comes back."""
     huge = 2**62
     memory = torch.full((64,), 170, dtype=torch.uint8, device=device)
@@ -140,27 +125,13 @@ def _check_wild_segments(device: torch.device) -> None:
     assert y.tolist() == [0, 0b11110, 255, 255, 0, 0, 0] + [170] * 8 + [255]
 
 
-def test_masks_of_forests_and_of_noise() -> None:
-    _check_masks(_CPU, [(nodes, 1 + nodes % 3) for nodes in range(1, 20)] + [(64, 2), (129, 1)])
+def test_masks_of_forests_and_of_noise(device: torch.device) -> None:
+    _check_masks(device, [(1, 1), (2, 3), (5, 2), (16, 2), (17, 1), (64, 1), (130, 1)])
 
 
-def test_segments() -> None:
-    _check_segments(_CPU, [1, 7, 8, 9, 17, 0, 300])
-    _check_segments(_CPU, [0, 0, 5], torch.int32)
-
-
-def test_wild_segments() -> None:
-    _check_wild_segments(_CPU)
-
-
-def test_triton_masks(triton_device: torch.device) -> None:
-    _check_masks(triton_device, [(1, 1), (2, 3), (5, 2), (16, 2), (17, 1), (64, 1), (130, 1)])
-
-
-def test_triton_segments(triton_device: torch.device) -> None:
-    _check_segments(triton_device, [1, 7, 8, 9, 17, 0, 300])
-    _check_segments(triton_device, [0, 9000, 5], torch.int32)
-    _check_wild_segments(triton_device)
+def test_segments(device: torch.device) -> None:
+    _check_segments(device, [1, 7, 8, 9, 17, 0, 300])
+    _check_segments(device, [0, 9000, 5], torch.int32)
 
 
 def test_every_size_on_a_gpu(cuda: torch.device) -> None:
@@ -175,7 +146,7 @@ def test_every_size_on_a_gpu(cuda: torch.device) -> None:
 
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
-    _reconstruct(empty.bool(), empty, *_outputs(0, 4, _CPU), 0, 4)
+    reconstruct_indices_from_tree_mask(empty.bool(), empty, *_outputs(0, 4, torch.device("cpu")), 0, 4)
     y = torch.full((3,), 9, dtype=torch.uint8)
-    _pack(empty.bool(), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), y, 0)
+    segment_packbits(empty.bool(), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), y, 0)
     assert y.tolist() == [9, 9, 9]

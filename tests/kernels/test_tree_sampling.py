@@ -1,37 +1,17 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import POISON, links_of, recorded, walk_outputs
 
 from outrider.kernels.tree_sampling import (
     tree_speculative_sampling_target_only,
     tree_speculative_sampling_target_only_reference,
 )
 
-_VECTORS = Path(__file__).parent / "vectors" / "tree_speculative_sampling_target_only.json"
 _LINKS = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling")
-_POISON = -7
-
-
-def _links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Retrieve links of trees given by their nodes' parents (the root's is -1)."""
-    requests, nodes = len(parents), len(parents[0])
-    child = torch.full((requests, nodes), -1)
-    sibling = torch.full((requests, nodes), -1)
-    for request, tree in enumerate(parents):
-        for node in range(nodes - 1, 0, -1):
-            sibling[request, node] = child[request, tree[node]]
-            child[request, tree[node]] = node
-    return torch.arange(requests * nodes).view(requests, nodes), child, sibling
-
-
-def _outputs(requests: int, nodes: int, path: int, device: torch.device) -> list[Any]:
-    shapes = ((requests * nodes,), (requests, path), (requests,))
-    return [torch.full(shape, _POISON, dtype=torch.int32, device=device) for shape in shapes]
 
 
 def _random_case(
@@ -50,7 +30,7 @@ def _random_case(
     )
     start = torch.randint(0, vocab_size, (requests, 1), generator=generator)
     candidates = (start + torch.arange(nodes) * step) % vocab_size
-    rows, child, sibling = _links(parents)
+    rows, child, sibling = links_of(parents)
     probabilities = torch.rand(requests, nodes, vocab_size, generator=on_device, device=device)
     # Half of the entries are 0, and some first children hold most of the mass.
     probabilities *= probabilities > 0.5
@@ -74,14 +54,14 @@ def _random_case(
 
 def _run(case: dict[str, Any], path: int, *, reference: bool = False, **thresholds: Any) -> list[list]:
     requests, nodes = case["candidates"].shape
-    outputs = _outputs(requests, nodes, path, case["candidates"].device)
+    outputs = walk_outputs(requests, nodes, path, case["candidates"].device)
     operator = tree_speculative_sampling_target_only_reference if reference else tree_speculative_sampling_target_only
     operator(*outputs, **case, **thresholds)
     return [output.tolist() for output in outputs]
 
 
 def test_recorded_cases(device: torch.device) -> None:
-    for case in json.loads(_VECTORS.read_text())["cases"]:
+    for case in recorded("tree_speculative_sampling_target_only")["cases"]:
         given, expected = case["inputs"], case["expected"]
         links = [
             torch.tensor(given[name], device=device)
@@ -104,7 +84,7 @@ def test_recorded_cases(device: torch.device) -> None:
             assert target.argmax(-1).tolist() == given["target_probs_argmax"]
             coins = [torch.rand(requests, nodes).to(device), torch.rand(requests).to(device)]
         for draft in (torch.zeros_like(target), None):
-            outputs = _outputs(requests, nodes, given["num_spec_step"], device)
+            outputs = walk_outputs(requests, nodes, given["num_spec_step"], device)
             outputs[0].fill_(-1)
             outputs[1].fill_(-1)
             thresholds = given["threshold_single"], given["threshold_acc"]
@@ -164,7 +144,7 @@ def test_the_random_trees_are_walked() -> None:
 
 def test_thresholds(device: torch.device) -> None:
     """Children 1, 2, 3 of the root with p = 0.2, 0.3, 0.1; expected: the accepted child, 0 for none."""
-    rows, child, sibling = _links([[-1, 0, 0, 0]])
+    rows, child, sibling = links_of([[-1, 0, 0, 0]])
     target = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3]).expand(1, 4, 5).to(device)
     for coin, single, total, expected in (
         (0.1, 1.0, 1.0, 1),
@@ -214,7 +194,7 @@ def test_final_token(device: torch.device) -> None:
             "target_probs": torch.tensor([[target]], device=device),
             "draft_probs": torch.tensor([[draft]], device=device),
         }
-        assert _run(case, path) == [[expected], [[0] + [_POISON] * (path - 1)], [0]], (target, draft)
+        assert _run(case, path) == [[expected], [[0] + [POISON] * (path - 1)], [0]], (target, draft)
 
 
 def test_malformed_links_do_no_harm(device: torch.device) -> None:
@@ -229,12 +209,12 @@ def test_malformed_links_do_no_harm(device: torch.device) -> None:
     coins = torch.tensor([0.9, 0.2, 0.2, 0.2, 0.39, 0.39, 0.9]).view(7, 1).expand(7, 3).to(device)
     columns = [torch.tensor(column, device=device) for column in (candidates, rows, child, sibling)]
     for draft in (None, torch.zeros(7, 3, 4, device=device)):
-        predicts, index, accepted = _outputs(7, 3, 3, device)
+        predicts, index, accepted = walk_outputs(7, 3, 3, device)
         final = torch.full((7,), 0.99, device=device)
         arguments: list[Any] = [predicts, index, accepted, *columns, coins, final, target, draft]
         tree_speculative_sampling_target_only(*arguments)
         assert accepted.tolist() == [0, 2, 0, 0, 1, 1, 0]
-        poison = _POISON
+        poison = POISON
         assert index.tolist() == [
             [0, poison, poison],
             [3, 3, 3],
@@ -292,15 +272,15 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
     wide_draft = torch.zeros(2, 5, 24, device=device)
     padded_draft = torch.zeros(2, 6, 17, device=device)
     for strided in (wide_draft[..., ::2], padded_draft[:, 1:, 3:15]):
-        predicts = torch.full((40,), _POISON, dtype=torch.int64, device=device)
-        index = torch.full((3, 8), _POISON, dtype=torch.int32, device=device)
-        accepted = torch.full((6,), _POISON, dtype=torch.int32, device=device)
+        predicts = torch.full((40,), POISON, dtype=torch.int64, device=device)
+        index = torch.full((3, 8), POISON, dtype=torch.int32, device=device)
+        accepted = torch.full((6,), POISON, dtype=torch.int32, device=device)
         tree_speculative_sampling_target_only(
             predicts[::2], index[:, ::2], accepted[::2], **spread, draft_probs=strided
         )
-        assert predicts[:20:2].tolist() == expected[0] and predicts[1::2].eq(_POISON).all()
-        assert index[:2, ::2].tolist() == expected[1] and index[:, 1::2].eq(_POISON).all()
-        assert accepted.tolist() == [expected[2][0], _POISON, expected[2][1], _POISON, _POISON, _POISON]
+        assert predicts[:20:2].tolist() == expected[0] and predicts[1::2].eq(POISON).all()
+        assert index[:2, ::2].tolist() == expected[1] and index[:, 1::2].eq(POISON).all()
+        assert accepted.tolist() == [expected[2][0], POISON, expected[2][1], POISON, POISON, POISON]
         assert torch.equal(strided, draft)
     assert wide_draft[..., 1::2].eq(0).all()
 
@@ -308,7 +288,7 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
 def test_only_visited_rows_matter(device: torch.device) -> None:
     case = _random_case(2, 6, 20, device=device)
     before = _run(case, 4)
-    visited = {row for path in before[1] for row in path if row != _POISON}
+    visited = {row for path in before[1] for row in path if row != POISON}
     unvisited = [row for row in range(12) if row not in visited]
     assert unvisited
     case["target_probs"].view(12, -1)[unvisited] = float("nan")
@@ -326,13 +306,13 @@ def test_same_bits_run_to_run_and_in_a_graph(cuda: torch.device) -> None:
         alone["retrive_index"] = alone["retrive_index"] - request * 64
         tokens, _, accepted = _run(alone, 8)
         assert tokens == first[0][request * 64 : request * 64 + 64] and accepted == first[2][request : request + 1]
-    outputs = _outputs(64, 64, 8, cuda)
+    outputs = walk_outputs(64, 64, 8, cuda)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tree_speculative_sampling_target_only(*outputs, **case)
     for round_ in range(3):
         for output in outputs:
-            output.fill_(_POISON)
+            output.fill_(POISON)
         case["uniform_samples"].copy_(torch.rand(64, 64))
         graph.replay()
         assert [output.tolist() for output in outputs] == _run(case, 8), round_
@@ -340,6 +320,6 @@ def test_same_bits_run_to_run_and_in_a_graph(cuda: torch.device) -> None:
 
 def test_no_requests_is_no_work() -> None:
     links, coins = torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, 4)
-    arguments: list[Any] = [*_outputs(0, 4, 2, torch.device("cpu")), *[links] * 4]
+    arguments: list[Any] = [*walk_outputs(0, 4, 2, torch.device("cpu")), *[links] * 4]
     arguments += [coins, torch.zeros(0), torch.zeros(0, 4, 9), None]
     tree_speculative_sampling_target_only(*arguments)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import POISON, first_path, walk_outputs
 
+from outrider.kernels.backend import INTERPRETED
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.verify_coupled import verify_coupled
 
@@ -15,9 +17,6 @@ ChiSquare = Callable[[torch.Tensor, torch.Tensor], float]
 Columns = dict[str, Any]
 # Per request, the parents of its nodes (the root's is -1).
 Trees = list[list[int]]
-
-_UNTOUCHED = -7
-_CPU = torch.device("cpu")
 
 
 def _columns(logits: torch.Tensor, generator: torch.Generator) -> Columns:
@@ -57,8 +56,9 @@ def _padded(trees: Trees, width: int, generator: torch.Generator, vocab_size: in
 
 
 def _outputs(count: int, requests: int, path_nodes: int) -> Columns:
-    shapes = {"predicts": (count,), "accept_index": (requests, path_nodes), "accept_token_num": (requests,)}
-    return {name: torch.full(shape, _UNTOUCHED, dtype=torch.int32) for name, shape in shapes.items()}
+    outputs = walk_outputs(requests, 1, path_nodes, torch.device("cpu"))
+    named = dict(zip(("predicts", "accept_index", "accept_token_num"), outputs, strict=True))
+    return {**named, "predicts": torch.full((count,), POISON, dtype=torch.int32)}
 
 
 def _links(padded: tuple[torch.Tensor, ...]) -> Columns:
@@ -73,38 +73,28 @@ def _run(device: torch.device, columns: Columns, links: Columns, outputs: Column
     return choices.cpu(), {name: moved[name].cpu() for name in outputs}
 
 
-def _brute_force(candidates: list[int], parents: list[int], targets: list[int], path_nodes: int) -> list[int]:
-    """The accepted nodes of one well-formed tree, root first."""
-    path = [0]
-    while len(path) < path_nodes:
-        matching = [i for i in range(1, len(parents)) if parents[i] == path[-1] and candidates[i] == targets[path[-1]]]
-        if not matching:
-            break
-        path.append(matching[0])
-    return path
-
-
-def _check_random_trees(device: torch.device, rounds: int, vocab_size: int = 5, most_nodes: int = 9) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for round_ in range(rounds):
-        trees = _random_trees(1 + round_ % 4, most_nodes, generator)
+def test_random_trees_against_brute_force(device: torch.device) -> None:
+    generator, vocab_size = torch.Generator().manual_seed(3), 5
+    # Choices take the interpreter long.
+    for round_ in range(2 if INTERPRETED else 40):
+        trees = _random_trees(1 + round_ % 4, 9, generator)
         width, path_nodes = max(map(len, trees)) + round_ % 3, 1 + round_ % 4
         starts = list(itertools.accumulate(map(len, trees), initial=0))
         count = starts[-1] + 2  # two rows that belong to no tree
         columns = _columns(torch.randn(count, vocab_size, generator=generator), generator)
-        padded = _padded(trees, width, generator, min(vocab_size, 3))
+        padded = _padded(trees, width, generator, 3)
         choices, written = _run(device, columns, _links(padded), _outputs(count, len(trees), path_nodes))
         assert torch.equal(choices, coupled_choice(**columns))
         off_path = torch.ones(count, dtype=torch.bool)
         for request, (parents, first) in enumerate(zip(trees, starts, strict=False)):
             targets = choices[first : first + len(parents)].tolist()
-            path = _brute_force(padded[0][request].tolist(), parents, targets, path_nodes)
+            path = first_path(padded[0][request].tolist(), parents, targets, path_nodes)
             rows = [first + node for node in path]
             assert int(written["accept_token_num"][request]) == len(path) - 1
-            assert written["accept_index"][request].tolist() == rows + [_UNTOUCHED] * (path_nodes - len(path))
+            assert written["accept_index"][request].tolist() == rows + [POISON] * (path_nodes - len(path))
             assert written["predicts"][rows].tolist() == [targets[node] for node in path]
             off_path[rows] = False
-        assert (written["predicts"][off_path] == _UNTOUCHED).all()
+        assert (written["predicts"][off_path] == POISON).all()
 
 
 def _forced(tokens: list[int], vocab_size: int = 8) -> Columns:
@@ -131,25 +121,17 @@ def test_malformed_links_do_no_harm(device: torch.device) -> None:
     assert written["predicts"].tolist() == [7, -7, -7, 5, -7, 6, 1, -7, -7, 4, -7, -7]
 
 
-def test_random_trees_against_brute_force() -> None:
-    _check_random_trees(_CPU, rounds=40)
-
-
-def test_triton_random_trees(triton_device: torch.device) -> None:
-    _check_random_trees(triton_device, rounds=2)
-
-
 def test_nothing_to_walk_and_nothing_to_choose() -> None:
     generator = torch.Generator().manual_seed(5)
     no_trees = _links(tuple(torch.zeros(0, 4, dtype=torch.int64) for _ in range(4)))
     columns = _columns(torch.randn(3, 5, generator=generator), generator)
-    assert torch.equal(_run(_CPU, columns, no_trees, _outputs(3, 0, 2))[0], coupled_choice(**columns))
+    assert torch.equal(_run(torch.device("cpu"), columns, no_trees, _outputs(3, 0, 2))[0], coupled_choice(**columns))
     no_rows = _columns(torch.zeros(0, 5), generator)
     absent = _links(tuple(torch.full((2, 3), -1) for _ in range(4)))
-    choices, written = _run(_CPU, no_rows, absent, _outputs(0, 2, 2))
+    choices, written = _run(torch.device("cpu"), no_rows, absent, _outputs(0, 2, 2))
     assert choices.shape == (0,)
     assert written["accept_token_num"].tolist() == [0, 0]
-    assert (written["accept_index"] == _UNTOUCHED).all()
+    assert (written["accept_index"] == POISON).all()
 
 
 # A target of three tokens over prefixes of up to two: the root's law, and the law after each first token.
@@ -230,7 +212,7 @@ def test_cuda_graph_replays_a_step_of_new_trees(cuda: torch.device) -> None:
         for name, value in {**columns, **links, **outputs}.items():
             held[name].copy_(value)
         graph.replay()
-        choices, written = _run(_CPU, columns, links, outputs)
+        choices, written = _run(torch.device("cpu"), columns, links, outputs)
         assert torch.equal(replayed.cpu(), choices)
         assert int(written["accept_token_num"].max()) >= 2
         for name, value in written.items():

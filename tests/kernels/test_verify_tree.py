@@ -1,48 +1,14 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+import pytest
 import torch
+from tests.kernels.tensors import first_path, links_of, recorded, walk_outputs
 
 from outrider.kernels.verify_tree import verify_tree_greedy, verify_tree_greedy_reference
 
-_VECTORS = Path(__file__).parent / "vectors" / "verify_tree_greedy.json"
-
-
-def _links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Retrieve links of trees given by their nodes' parents (the root's is -1)."""
-    requests, nodes = len(parents), len(parents[0])
-    child = torch.full((requests, nodes), -1)
-    sibling = torch.full((requests, nodes), -1)
-    for request, tree in enumerate(parents):
-        for node in range(nodes - 1, 0, -1):
-            sibling[request, node] = child[request, tree[node]]
-            child[request, tree[node]] = node
-    return torch.arange(requests * nodes).view(requests, nodes), child, sibling
-
-
-def _outputs(requests: int, nodes: int, path: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    shapes = ((requests * nodes,), (requests, path), (requests,))
-    return tuple(torch.full(shape, -7, dtype=torch.int32, device=device) for shape in shapes)
-
-
-def _brute_force(
-    candidates: list[int], parents: list[int], targets: list[int], base: int, path_nodes: int
-) -> tuple[list[int], list[int]]:
-    """Accepted rows and emitted tokens of one well-formed tree."""
-    node, rows, emitted = 0, [base], []
-    while True:
-        emitted.append(targets[node])
-        matching = [i for i in range(1, len(parents)) if parents[i] == node and candidates[i] == targets[node]]
-        if not matching or len(rows) == path_nodes:
-            return rows, emitted
-        node = matching[0]
-        rows.append(base + node)
-
 
 def test_recorded_cases(device: torch.device) -> None:
-    for case in json.loads(_VECTORS.read_text())["cases"]:
+    for case in recorded("verify_tree_greedy")["cases"]:
         given = {
             key: torch.tensor(value, device=device) for key, value in case["inputs"].items() if isinstance(value, list)
         }
@@ -59,9 +25,9 @@ def test_recorded_cases(device: torch.device) -> None:
             assert output.tolist() == case["expected"][name], (case["name"], name)
 
 
-def _check_random_trees(device: torch.device, count: int) -> None:
+def test_random_trees_against_brute_force(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(3)
-    for round_ in range(count):
+    for round_ in range(24):
         nodes, path_nodes, requests = 1 + round_ % 9, 1 + round_ % 4, 3
         parents = [
             [-1, *(int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, nodes))]
@@ -69,18 +35,18 @@ def _check_random_trees(device: torch.device, count: int) -> None:
         ]
         candidates = torch.randint(0, 3, (requests, nodes), generator=generator)
         targets = torch.randint(0, 3, (requests, nodes), generator=generator)
-        predicts, index, accepted = _outputs(requests, nodes, path_nodes, device)
+        predicts, index, accepted = walk_outputs(requests, nodes, path_nodes, device)
         verify_tree_greedy(
-            predicts, index, accepted, *(tensor.to(device) for tensor in (candidates, *_links(parents), targets))
+            predicts, index, accepted, *(tensor.to(device) for tensor in (candidates, *links_of(parents), targets))
         )
         touched = set()
         for request in range(requests):
-            rows, emitted = _brute_force(
-                candidates[request].tolist(), parents[request], targets[request].tolist(), request * nodes, path_nodes
-            )
+            wanted = targets[request].tolist()
+            path = first_path(candidates[request].tolist(), parents[request], wanted, path_nodes)
+            rows = [request * nodes + node for node in path]
             assert int(accepted[request]) == len(rows) - 1
             assert index[request].tolist() == rows + [-7] * (path_nodes - len(rows))
-            assert predicts[rows].tolist() == emitted
+            assert predicts[rows].tolist() == [wanted[node] for node in path]
             touched.update(rows)
         untouched = [row for row in range(requests * nodes) if row not in touched]
         assert (predicts[untouched] == -7).all()
@@ -95,7 +61,7 @@ def test_malformed_links_do_no_harm(device: torch.device) -> None:
     child = [[1, -1, -1], [1, -1, -1], [1, -1, -1], [3, -1, -1], [1, -1, -1], [1, -1, -1], [-1, -1, -1]]
     sibling = [[-1, 2, 1], [-1, 2, -1], [-1, -1, -1], [-1, -9, -1], [-1, 9, -1], [-1, 3, -1], [-1, -1, -1]]
     targets = [[9, 9, 9], [5, 0, 6], [1, 1, 1], [1, 1, 1], [-4, 1, 1], [1, 1, 1], [0, 0, 0]]
-    predicts, index, accepted = _outputs(7, 3, 3, device)
+    predicts, index, accepted = walk_outputs(7, 3, 3, device)
     columns = [torch.tensor(column, device=device) for column in (candidates, rows, child, sibling, targets)]
     verify_tree_greedy(predicts, index, accepted, *columns)
     assert accepted.tolist() == [0, 1, 0, 0, 0, 0, 0]
@@ -123,7 +89,7 @@ def _check_wild_links(
         foreign = draw(0, requests * nodes, dtype)
         rows = torch.where(draw(0, 5, dtype) == 0, torch.where(draw(0, 2, dtype) == 0, outside, foreign), rows)
         columns = [candidates, rows, draw(-1, nodes + 1, dtype), draw(-1, nodes + 1, dtype), targets]
-        found, wanted = (_outputs(requests, nodes, path_nodes, place) for place in (device, torch.device("cpu")))
+        found, wanted = (walk_outputs(requests, nodes, path_nodes, place) for place in (device, torch.device("cpu")))
         verify_tree_greedy(*found, *(column.to(device) for column in columns))
         verify_tree_greedy_reference(*wanted, *columns)
         assert [output.tolist() for output in found[1:]] == [output.tolist() for output in wanted[1:]]
@@ -131,15 +97,16 @@ def _check_wild_links(
         assert found[0].tolist() == wanted[0].tolist()
 
 
-def _check_last_sibling(device: torch.device, nodes: int) -> None:
+@pytest.mark.parametrize("nodes", [20, 64])
+def test_last_siblings_and_chains(device: torch.device, nodes: int) -> None:
     """A root with n - 1 children of which the last one is wanted, and a chain that is wanted as a whole."""
-    star, chain = _links([[-1] + [0] * (nodes - 1)]), _links([list(range(-1, nodes - 1))])
+    star, chain = links_of([[-1] + [0] * (nodes - 1)]), links_of([list(range(-1, nodes - 1))])
     targets = torch.full((1, nodes), 5)
     for links, candidates, path in (
         (star, [[0] * (nodes - 1) + [5]], [0, nodes - 1]),
         (chain, [[5] * nodes], list(range(nodes))),
     ):
-        predicts, index, accepted = _outputs(1, nodes, nodes, device)
+        predicts, index, accepted = walk_outputs(1, nodes, nodes, device)
         columns = [column.to(device) for column in (torch.tensor(candidates), *links, targets)]
         verify_tree_greedy(predicts, index, accepted, *columns)
         assert accepted.tolist() == [len(path) - 1]
@@ -149,7 +116,7 @@ def _check_last_sibling(device: torch.device, nodes: int) -> None:
 
 def test_strides_and_larger_buffers(device: torch.device) -> None:
     candidates = torch.tensor([[0, 9, 4, 9, 5, 9]], device=device)[:, ::2]
-    rows, child, sibling = (tensor.to(device) for tensor in _links([[-1, 0, 0]]))
+    rows, child, sibling = (tensor.to(device) for tensor in links_of([[-1, 0, 0]]))
     targets = torch.tensor([[5, 1, 8]], device=device)
     wide = torch.full((16,), -7, dtype=torch.int64, device=device)
     index = torch.full((2, 8), -7, dtype=torch.int32, device=device)
@@ -158,23 +125,6 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
     assert wide.tolist()[:6:2] == [5, -7, 8] and wide[1::2].eq(-7).all()
     assert index.tolist() == [[0, -7, 2, -7, -7, -7, -7, -7], [-7] * 8]
     assert accepted.tolist() == [1, -7, -7, -7]
-
-
-def test_random_trees_against_brute_force() -> None:
-    _check_random_trees(torch.device("cpu"), count=60)
-
-
-def test_triton_random_trees(triton_device: torch.device) -> None:
-    _check_random_trees(triton_device, count=24)
-
-
-def test_last_siblings_and_chains() -> None:
-    _check_last_sibling(torch.device("cpu"), 64)
-
-
-def test_triton_last_siblings_and_chains(triton_device: torch.device) -> None:
-    _check_last_sibling(triton_device, 20)
-    _check_last_sibling(triton_device, 64)
 
 
 def test_triton_wild_links(triton_device: torch.device) -> None:
@@ -195,4 +145,4 @@ def test_every_size_on_a_gpu(cuda: torch.device) -> None:
 
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, 4, dtype=torch.int64)
-    verify_tree_greedy(*_outputs(0, 4, 2, torch.device("cpu")), *[empty] * 5)
+    verify_tree_greedy(*walk_outputs(0, 4, 2, torch.device("cpu")), *[empty] * 5)
