@@ -81,18 +81,14 @@ def eagle_prepare_inputs_padded(
         grid = (triton.cdiv(requests, _BLOCK),)
         _prepare_inputs_kernel[grid](*(x.contiguous() for x in inputs), *written, requests, BLOCK=_BLOCK, num_warps=4)
     else:
-        prepare_inputs_reference(*inputs, *written)
+        prepare_inputs_reference(inputs, written)
     write_back(outputs, written)
 
 
-def prepare_inputs_reference(
-    cu_num_draft_tokens: torch.Tensor,
-    valid_sampled_tokens_count: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    token_indices_to_sample: torch.Tensor,
-    num_rejected_tokens: torch.Tensor,
-) -> None:
-    """`eagle_prepare_inputs_padded` in plain torch."""
+def prepare_inputs_reference(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """`eagle_prepare_inputs_padded` in plain torch; the operator's tensors to read and to write, in its order."""
+    cu_num_draft_tokens, valid_sampled_tokens_count, query_start_loc = inputs
+    token_indices_to_sample, num_rejected_tokens = outputs
     requests = len(cu_num_draft_tokens)
     drafts = cu_num_draft_tokens.long().diff(prepend=torch.zeros_like(cu_num_draft_tokens[:1], dtype=torch.int64))
     rejected = torch.where(drafts > 0, drafts + 1 - valid_sampled_tokens_count[:requests], 0)

@@ -14,12 +14,14 @@ Shapes: bs requests, n nodes of a request with its root, R nodes of a program.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place, check_tensors
 from outrider.kernels.backend import jit, tl
 
-__all__ = ["check_walk", "first_marked", "link_views", "links_of_parents", "links_of_rows", "stretch_of"]
+__all__ = ["check_walk", "children_of", "first_marked", "link_views", "links_of_parents", "links_of_rows", "stretch_of"]
 
 
 def check_walk(
@@ -107,6 +109,15 @@ def links_of_parents(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     is_child = parents[:, None, :] == number[:, None]
     related = (parents[:, None, :] == parents[:, :, None]) & (parents[:, :, None] >= 0)
     return first_marked(is_child), first_marked(related & (number[None, :] > number[:, None]))
+
+
+def children_of(first: int, siblings: list[int]) -> Iterator[int]:
+    """A node's children in sibling order, at most n: its first child, then by every node's next sibling."""
+    for _ in siblings:
+        if not 0 <= first < len(siblings):
+            return
+        yield first
+        first = siblings[first]
 
 
 def first_marked(marked: torch.Tensor) -> torch.Tensor:

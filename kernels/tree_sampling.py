@@ -26,7 +26,7 @@ import torch
 from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_tensors, write_back
 from outrider.kernels.backend import uses_triton
 from outrider.kernels.residual_sampling import residual_tokens_reference
-from outrider.kernels.tree_links import check_walk
+from outrider.kernels.tree_links import check_walk, children_of
 from outrider.kernels.tree_sampling_kernels import launch_tree_sampling, rounded_thresholds
 
 __all__ = ["tree_speculative_sampling_target_only", "tree_speculative_sampling_target_only_reference"]
@@ -119,10 +119,9 @@ def tree_speculative_sampling_target_only_reference(
         accept_index[request, 0] = rows[0]
         accepted, node, rejected = 0, 0, []
         while accepted < accept_index.shape[1] - 1:
-            family = _children(children[node], siblings)
             family = [
                 child
-                for child in family
+                for child in children_of(children[node], siblings)
                 if 0 <= tokens[child] < target_probs.shape[2] and 0 <= rows[child] < candidates.numel()
             ]
             probabilities = target_probs[request, node, [tokens[child] for child in family]].tolist()
@@ -142,15 +141,6 @@ def tree_speculative_sampling_target_only_reference(
         residual = residual.clamp(min=0).index_fill(0, torch.tensor(rejected, dtype=torch.long).to(residual.device), 0)
         token = residual_tokens_reference(residual[None], uniform_samples_for_final_sampling[request, None])
         predicts[rows[node]] = token[0].to(predicts.dtype)
-
-
-def _children(first: int, siblings: list[int]) -> list[int]:
-    """A node's children in sibling order, at most n of them."""
-    family = []
-    while 0 <= first < len(siblings) and len(family) < len(siblings):
-        family.append(first)
-        first = siblings[first]
-    return family
 
 
 def _first_accepted(probabilities: list[float], coin: float, single: float, total: float) -> int | None:

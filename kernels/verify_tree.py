@@ -25,7 +25,7 @@ import torch
 
 from outrider.kernels.argument_checks import check_dtype, check_place, write_back
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
-from outrider.kernels.tree_links import check_walk
+from outrider.kernels.tree_links import check_walk, children_of
 
 __all__ = ["follow_choices", "verify_tree_greedy", "verify_tree_greedy_reference"]
 
@@ -93,47 +93,23 @@ def verify_tree_greedy_reference(
 ) -> None:
     """`verify_tree_greedy` in plain Python over one request after the other; `predicts` is flat."""
     targets = target_predict.reshape(-1).tolist()
-    tokens, rows = candidates.tolist(), retrive_index.tolist()
-    children, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()
-    for request in range(len(rows)):
-        path = _walk(
-            tokens[request], rows[request], children[request], siblings[request],
-            targets, max_accepted=accept_index.shape[1] - 1,
-        )  # fmt: skip
-        accept_token_num[request] = max(len(path) - 1, 0)
-        if path:
-            on_path = torch.tensor(path, device=predicts.device)
-            accept_index[request, : len(path)] = on_path.to(accept_index.dtype)
-            predicts[on_path] = target_predict.reshape(-1)[on_path].to(predicts.dtype)
-
-
-def _walk(
-    tokens: list[int],
-    rows: list[int],
-    children: list[int],
-    siblings: list[int],
-    targets: list[int],
-    *,
-    max_accepted: int,
-) -> list[int]:
-    """The rows from the root to the last accepted node; empty where the root's row is out of range."""
-    nodes, all_rows = len(tokens), len(targets)
-    if not 0 <= rows[0] < all_rows:
-        return []
-    path, node = [rows[0]], 0
-    while len(path) <= max_accepted:
-        wanted, child = targets[path[-1]], children[node]
-        for _ in range(nodes):
-            if not 0 <= child < nodes:
-                return path
-            if tokens[child] == wanted >= 0 and 0 <= rows[child] < all_rows:
+    links = (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
+    columns = zip(*(tensor.tolist() for tensor in links), strict=True)
+    for request, (tokens, rows, children, siblings) in enumerate(columns):
+        node, path = 0, [row for row in rows[:1] if 0 <= row < len(targets)]
+        while path and len(path) < accept_index.shape[1]:
+            wanted = targets[path[-1]]
+            for child in children_of(children[node], siblings):
+                if tokens[child] == wanted >= 0 and 0 <= rows[child] < len(targets):
+                    node = child
+                    path.append(rows[child])
+                    break
+            else:
                 break
-            child = siblings[child]
-        else:
-            return path
-        path.append(rows[child])
-        node = child
-    return path
+        accept_token_num[request] = max(len(path) - 1, 0)
+        on_path = torch.tensor(path, dtype=torch.int64, device=predicts.device)
+        accept_index[request, : len(path)] = on_path.to(accept_index.dtype)
+        predicts[on_path] = target_predict.reshape(-1)[on_path].to(predicts.dtype)
 
 
 def _launch(
