@@ -37,12 +37,6 @@ def cuda(request: pytest.FixtureRequest) -> torch.device:
     return _device_of(request.param)
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
-def cuda(request: pytest.FixtureRequest) -> torch.device:
-    """A CUDA device, for what only one can show."""
-    return _device_of(request.param)
-
-
 def _device_of(kind: str) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")

@@ -303,7 +303,8 @@ def test_values_that_do_not_fit_are_named(operator: str, changes: dict[str, Any]
 def test_a_full_mask_without_room_for_the_prefix_is_told_its_size() -> None:
     # The well-known usage example: 12 nodes, 128 committed tokens, a mask of 12 x 12.
     outputs = [_longs(1, 12) for _ in range(4)]
+    build_tree: Any = ops.build_tree_kernel_efficient
     with pytest.raises(ValueError, match="tree_mask size: 144 given, at least 1680 needed"):
-        ops.build_tree_kernel_efficient(
+        build_tree(
             _longs(1, 9), torch.arange(11)[None], torch.tensor([128]), _bools(12, 12), *outputs, 4, 3, 12, 0
         )  # fmt: skip

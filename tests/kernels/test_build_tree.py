@@ -12,6 +12,9 @@ from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficien
 from outrider.kernels.build_tree_kernels import launch_build_tree
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask
 
+# Columns are given as lists, whose lengths no type tells.
+build_tree: Any = build_tree_kernel_efficient
+
 _HUGE = 2**32
 
 
@@ -40,7 +43,7 @@ def _run(tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dt
     ]
     outputs = [poisoned((requests, nodes), device, tree.dtype) for _ in range(4)]
     lengths = torch.tensor(tree.lengths, dtype=tree.dtype, device=device)
-    build_tree_kernel_efficient(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
+    build_tree(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
     beyond = mask[cells:].cpu().to(torch.int64)
     assert (beyond == (mode != 2)).all()
     positions, index, child, sibling = (output.cpu().tolist() for output in outputs)
@@ -227,7 +230,7 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
     links = [poisoned((4, 16), device, torch.int32) for _ in range(3)]
     mask = torch.full((3, 12), 64, dtype=torch.uint8, device=device)
     arguments = (positions[::2], *(link[:, ::2] for link in links), tree.topk, tree.depth, 6, TreeMaskMode.PACKED)
-    build_tree_kernel_efficient(*wide, lengths, mask[:, ::2], *arguments)
+    build_tree(*wide, lengths, mask[:, ::2], *arguments)
     assert positions.tolist()[: 2 * 12 : 2] == list(chain(*want.positions))
     assert positions[1::2].eq(POISON).all() and positions[24:].eq(POISON).all()
     for link, name in zip(links, ("index", "child", "sibling"), strict=True):
@@ -250,7 +253,7 @@ def _check_length(device: torch.device, length: int, *, unchecked: bool = False)
         arguments: list[Any] = [*columns, lengths, mask, outputs, tree.topk, tree.depth, 0]
         launch_build_tree(*arguments)
     else:
-        build_tree_kernel_efficient(*columns, lengths, mask, *outputs, tree.topk, tree.depth, 12, 0)
+        build_tree(*columns, lengths, mask, *outputs, tree.topk, tree.depth, 12, 0)
     assert memory[:1024].eq(3).all() and memory[1024 + 144 :].eq(3).all()
 
 
@@ -304,6 +307,4 @@ def test_every_size_on_a_gpu(cuda: torch.device) -> None:
 
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, 4, dtype=torch.int64)
-    build_tree_kernel_efficient(
-        empty, empty[:, :3], empty[:, 0], torch.zeros(0, dtype=torch.bool), *[empty] * 4, 3, 2, 4, 1
-    )
+    build_tree(empty, empty[:, :3], empty[:, 0], torch.zeros(0, dtype=torch.bool), *[empty] * 4, 3, 2, 4, 1)

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from tests.kernels.tensors import POISON, poisoned, recorded
 
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask, segment_packbits
+
+# Columns are given as lists, whose lengths no type tells.
+reconstruct: Any = reconstruct_indices_from_tree_mask
+pack_bits: Any = segment_packbits
 
 
 def _outputs(requests: int, nodes: int, device: torch.device, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
@@ -47,7 +53,7 @@ def test_recorded_cases(device: torch.device) -> None:
         mask = torch.tensor(given["tree_mask"], device=device).bool()
         outputs = _outputs(requests, nodes, device)
         lengths = torch.tensor(given["verified_seq_len"], device=device)
-        reconstruct_indices_from_tree_mask(mask, lengths, outputs[0].view(-1), *outputs[1:], requests, nodes)
+        reconstruct(mask, lengths, outputs[0].view(-1), *outputs[1:], requests, nodes)
         names = ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
         assert outputs[0].flatten().tolist() == expected["positions"]
         assert [output.tolist() for output in outputs[1:]] == [expected[name] for name in names]
@@ -58,7 +64,7 @@ def test_recorded_cases(device: torch.device) -> None:
                 torch.tensor(column, device=device)
                 for column in (case["input_indptr"], case["expected"]["output_indptr"])
             ]
-            segment_packbits(torch.tensor(case["x"], device=device).bool(), *pointers, y, len(case["input_indptr"]) - 1)
+            pack_bits(torch.tensor(case["x"], device=device).bool(), *pointers, y, len(case["input_indptr"]) - 1)
             assert y.tolist() == [*case["expected"]["y"], 99, 99, 99]
 
 
@@ -75,7 +81,7 @@ def _check_masks(
             lengths = torch.randint(0, 99, (requests,), generator=generator)
             dtype = dtypes[turn % len(dtypes)]
             outputs = _outputs(requests, nodes, device, dtype)
-            reconstruct_indices_from_tree_mask(mask.to(device), lengths.to(device, dtype), *outputs, requests, nodes)
+            reconstruct(mask.to(device), lengths.to(device, dtype), *outputs, requests, nodes)
             found = [output.tolist() for output in outputs]
             assert found == _expected(mask, lengths.tolist()), (nodes, requests)
 
@@ -88,7 +94,7 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
     lengths = torch.tensor([5, 9, 1], device=device).repeat_interleave(3)[::3]
     positions = poisoned(30, device)
     links = [poisoned((4, 16), device, torch.int32) for _ in range(3)]
-    reconstruct_indices_from_tree_mask(wide, lengths, positions[::2], *(link[:, ::2] for link in links), 2, 6)
+    reconstruct(wide, lengths, positions[::2], *(link[:, ::2] for link in links), 2, 6)
     assert positions[:24:2].view(2, 6).tolist() == want[0]
     assert positions[1::2].eq(POISON).all() and positions[24:].eq(POISON).all()
     for link, rows in zip(links, want[1:], strict=True):
@@ -108,7 +114,7 @@ def _check_segments(device: torch.device, lengths: list[int], dtype: torch.dtype
         for segment in range(len(lengths)):
             bits = x[int(begin[segment]) : int(begin[segment + 1])].numpy() != 0
             want[int(first[segment]) : int(first[segment + 1])] = np.packbits(bits, bitorder="little")
-        segment_packbits(x.to(device), begin.to(device, dtype), first.to(device, dtype), y, len(lengths))
+        pack_bits(x.to(device), begin.to(device, dtype), first.to(device, dtype), y, len(lengths))
         assert y.tolist() == want.tolist(), lengths
 
 
@@ -119,7 +125,7 @@ def test_wild_segments(device: torch.device) -> None:
     x, y = torch.ones(20, dtype=torch.bool, device=device), memory[24:40]
     starts = torch.tensor([-9, 4, huge, 2, huge, 3, 0], device=device)
     outputs = torch.tensor([0, 2, 7, 15, huge, 10, 12], device=device)
-    segment_packbits(x, starts, outputs, y, 6)
+    pack_bits(x, starts, outputs, y, 6)
     assert memory[:24].eq(170).all() and memory[40:].eq(170).all()
     # Segment 0 is x[-9:4]. Segments 1 and 3 never end: they have the 5 bytes up to the next one's and the last of y.
     assert y.tolist() == [0, 0b11110, 255, 255, 0, 0, 0] + [170] * 8 + [255]
@@ -146,7 +152,7 @@ def test_every_size_on_a_gpu(cuda: torch.device) -> None:
 
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
-    reconstruct_indices_from_tree_mask(empty.bool(), empty, *_outputs(0, 4, torch.device("cpu")), 0, 4)
+    reconstruct(empty.bool(), empty, *_outputs(0, 4, torch.device("cpu")), 0, 4)
     y = torch.full((3,), 9, dtype=torch.uint8)
-    segment_packbits(empty.bool(), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), y, 0)
+    pack_bits(empty.bool(), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), y, 0)
     assert y.tolist() == [9, 9, 9]

@@ -54,8 +54,10 @@ def _random_case(
 
 def _run(case: dict[str, Any], path: int, *, reference: bool = False, **thresholds: Any) -> list[list]:
     requests, nodes = case["candidates"].shape
-    outputs = walk_outputs(requests, nodes, path, case["candidates"].device)
-    operator = tree_speculative_sampling_target_only_reference if reference else tree_speculative_sampling_target_only
+    outputs: Any = walk_outputs(requests, nodes, path, case["candidates"].device)
+    operator: Any = (
+        tree_speculative_sampling_target_only_reference if reference else tree_speculative_sampling_target_only
+    )
     operator(*outputs, **case, **thresholds)
     return [output.tolist() for output in outputs]
 
@@ -306,7 +308,7 @@ def test_same_bits_run_to_run_and_in_a_graph(cuda: torch.device) -> None:
         alone["retrive_index"] = alone["retrive_index"] - request * 64
         tokens, _, accepted = _run(alone, 8)
         assert tokens == first[0][request * 64 : request * 64 + 64] and accepted == first[2][request : request + 1]
-    outputs = walk_outputs(64, 64, 8, cuda)
+    outputs: Any = walk_outputs(64, 64, 8, cuda)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tree_speculative_sampling_target_only(*outputs, **case)
