@@ -67,9 +67,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks/tensor_parallel.py", description="Times a model's rounds on several GPUs of one host."
     )
-    parser.add_argument(
-        "models", nargs="+", type=_model, metavar="SHAPE@GPUS", help="such as 8b@1 8b@2 70b@2"
-    )
+    parser.add_argument("models", nargs="+", type=_model, metavar="SHAPE@GPUS", help="such as 8b@1 8b@2 70b@2")
     parser.add_argument("--layers", type=int, help="of the shapes, fewer than theirs: to try it out")
     parser.add_argument("--sessions", type=int, nargs="+", default=list(_SESSIONS), help="rows of a round")
     parser.add_argument("--rounds", type=int, default=50, help="that count")

@@ -132,9 +132,14 @@ def _write(file: Path, folder: Path) -> None:
     place: dict[str, Any] = {"gguf_file": file.name}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            file.parent,
+            **place,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+            use_safetensors=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **place, trust_remote_code=False)
     except Exception as error:  # what the library raises for a broken file is of any kind
         raise CheckpointError(f"{file}: no model can be read from it: {' '.join(str(error).split())[:300]}") from error
     model.save_pretrained(folder)
