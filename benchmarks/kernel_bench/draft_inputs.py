@@ -63,7 +63,7 @@ def _build_prepare_inputs(device: torch.device, _flashinfer: Any) -> Subject:
     outputs = tuple(torch.zeros(_BATCH, dtype=torch.int32, device=device) for _ in range(2))
     return Subject(
         ours=lambda: eagle_prepare_inputs_padded(*inputs, *outputs),
-        reference=lambda: prepare_inputs_reference(*inputs, *outputs),
+        reference=lambda: prepare_inputs_reference(inputs, outputs),
         work=Work(bytes_moved=size_of(*inputs, *outputs)),
     )
 
