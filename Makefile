@@ -43,7 +43,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup ## start a service of its own, stream one completion, stop it
-	@$(BIN)/outrider generate --local --temperature 0.7 --seed 5 --max-new-tokens 160 'def read_settings(path):'
+	@printf 'import json\nfrom pathlib import Path\n\n\ndef read_settings(path):\n    ' | \
+		$(BIN)/outrider generate - --local --temperature 0.7 --seed 5 --max-new-tokens 160
 
 # Each process with one thread: small tensors gain nothing from more. Three on two cores: two of them begin with tests of
 # whole services, which wait a good part of their time, and the third with Triton's interpreter, which never does.
