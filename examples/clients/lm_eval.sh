@@ -5,6 +5,5 @@
 set -eu
 here=$(dirname "$0")
 cd "$here"
-lm_eval run --model local-completions --tasks next_line --include_path lm_eval_task --log_samples \
-    --output_path "${OUT:-lm_eval_results}" \
+lm_eval run --model local-completions --tasks next_line --include_path lm_eval_task \
     --model_args "model=target,base_url=${1:-http://127.0.0.1:8000/v1}/completions,tokenizer_backend=remote,max_length=2048"
