@@ -1,4 +1,4 @@
-"""What a checkpoint's weights and its KV will take, from the headers of its files (without PyTorch)."""
+"""Memory that a checkpoint's weights and KV will take, from the headers of its files (without PyTorch)."""
 
 import json
 import math

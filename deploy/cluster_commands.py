@@ -166,7 +166,7 @@ def _count(entry: str) -> tuple[str, int]:
 
 
 def means_deployment(ctx: typer.Context, name: str) -> bool:
-    """Whether a deployment is asked about: one is named, or one of `outrider serve` runs on this machine."""
+    """Return True if a deployment is asked about: one is named, or one of `outrider serve` runs on this machine."""
 
     def is_given(option: str) -> bool:
         source = ctx.get_parameter_source(option)

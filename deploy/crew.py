@@ -59,7 +59,7 @@ class Crew:
         asked = config.bind is Bind.LOOPBACK if config.standby is None else config.standby
         self._forks = asked and roles.target is Roles.target
         self.events = Events()
-        """What happens to the actors, for whoever has started them."""
+        """Events of the actors, for whoever has started them."""
         self._numbers = dict.fromkeys(Role, 0)
         self._handles: dict[str, RoleHandle] = {}
         self._places: dict[str, KeptPlaces] = {}

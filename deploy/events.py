@@ -1,4 +1,4 @@
-"""What happens in a deployment, in words for whoever has started it."""
+"""Events of a deployment, in words for whoever has started it."""
 
 import logging
 from collections import deque

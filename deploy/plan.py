@@ -1,4 +1,4 @@
-"""What `outrider serve` is going to do: everything checked and worked out before Ray or PyTorch is imported."""
+"""The plan of `outrider serve`: everything checked and worked out before Ray or PyTorch is imported."""
 
 import dataclasses
 import math
@@ -105,7 +105,7 @@ def make_plan(config: DeployConfig) -> Plan:
 def _sizes(
     config: DeployConfig, models: dict[str, ModelFiles], *, on_gpu: bool
 ) -> tuple[CheckpointSizes, CheckpointSizes]:
-    """Of target and draft, once they have been looked at; zeros of what is not there to be looked at."""
+    """Return the sizes of target and draft, once they have been looked at; zeros of what is not there to be looked at."""
     target_folder = models["target_model"].folder if "target_model" in models else embedded_target_path()
     draft_folder = models["draft_model"].folder if "draft_model" in models else embedded_draft_path()
     number_bytes = 2 if on_gpu else 4
@@ -214,7 +214,7 @@ def _check_gpus(config: DeployConfig, gpus: list[Gpu]) -> None:
 
 
 def _check_memory(config: DeployConfig, target: CheckpointSizes, draft: CheckpointSizes) -> None:
-    """Of a machine without GPUs."""
+    """Check that the weights fit into the memory of a machine without GPUs."""
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What of a row has to be looked at again, from what the scan left behind: its bounds, and the list of what they leave.
+"""Bounds of a row from what the scan left behind, and the list of logits that lie within them.
 
 Three bounds, two in l and the last an estimated score:
 
@@ -264,7 +264,7 @@ def list_row(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """How many logits are within the bounds, the first LIST of which it lists, and the weight of what is sure.
+    """Count the logits within the bounds, list the first LIST of them, and sum the weight of what is sure.
 
     `tile_scores` [TILES] are the scan's, of `tiles` tiles. Those that reach the bounds are put in line first, then
     taken several at a time, and tokens go on the list in ascending order. Above `high`, where everything is kept and

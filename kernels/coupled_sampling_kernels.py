@@ -146,7 +146,7 @@ def _scan_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """What each tile leaves behind, one program a row and PARTS tiles of TILE ids.
+    """Scan each tile for what it leaves behind, one program a row and PARTS tiles of TILE ids.
 
     score   of an unfiltered row, the tile's largest z log2(e) - `race_of_counters`: an estimate of (z + G) log2(e), up
             to a constant, whose error is bounded; of a filtered or greedy row, the tile's largest l

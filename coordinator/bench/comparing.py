@@ -1,4 +1,4 @@
-"""What speculation gains: figures by category, with an interval that says how sure they are.
+"""The gain of speculation: figures by category, with an interval that says how sure they are.
 
 A prompt's time is that of its whole request. A category's speed is its output tokens over its requests' time, so that
 long outputs count more than short ones; the gain is the ratio of both speeds. Its interval is a bootstrap over prompts:
@@ -56,7 +56,7 @@ class Gain:
 
     @property
     def verdict(self) -> Verdict:
-        """What may be said of it."""
+        """The judgement that the figures allow."""
         if self.interval is None:
             return "too few prompts"
         low, high = self.interval

@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Driven:
-    """What came of a job.
+    """Result of a job.
 
     Attributes:
         records: of requests that have ended.

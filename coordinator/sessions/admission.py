@@ -1,4 +1,4 @@
-"""Whether a request may wait, decided when it arrives: the queue is bounded in number, in memory and in time.
+"""Admission of requests to the queue, decided when it arrives: the queue is bounded in number, in memory and in time.
 
 With P places that are all taken, and runs of r seconds on average, a place becomes free every r / P seconds (Little's
 law). So the k-th choice of the queue waits

@@ -77,7 +77,7 @@ class GenerationRequest:
 
     @property
     def entry(self) -> str:
-        """What it counts as in the queue."""
+        """Name of its entry in the queue."""
         return self.queued_as or f"{self.caller} {self.request_id}"
 
 

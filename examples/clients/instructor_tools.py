@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 
 class Number(BaseModel):
-    """What is to be said of a number."""
+    """A number's properties."""
 
     is_even: bool
     size: Literal["small", "large"]

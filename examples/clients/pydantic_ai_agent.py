@@ -17,7 +17,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 
 class Number(BaseModel):
-    """What is to be said of a number."""
+    """A number's properties."""
 
     is_even: bool
     size: Literal["small", "large"]

@@ -1,4 +1,4 @@
-"""What a process does before it serves, as log records that whoever started it may show."""
+"""Stages of a process before it serves, as log records that whoever started it may show."""
 
 import logging
 

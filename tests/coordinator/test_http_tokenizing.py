@@ -1,4 +1,4 @@
-"""What surrounds generation at the HTTP door: tokens, versions, ids, other origins, and its own description."""
+"""Routes beside generation at the HTTP door: tokens, versions, ids, other origins, and its own description."""
 
 import json
 from typing import Any

@@ -9,7 +9,7 @@ from outrider.coordinator.sessions.waiting import WaitingSessions
 
 
 class Waiting:
-    """What the queue sees of a session."""
+    """A session, as far as the queue sees it."""
 
     def __init__(self, number: int, client: str = "", entry: str = "", *, tokens: int = 3, begun: bool = False) -> None:
         self.session_id, self.begun = number, begun

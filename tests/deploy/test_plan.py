@@ -1,4 +1,4 @@
-"""What `outrider serve` says of a deployment before it starts anything."""
+"""The plan that `outrider serve` prints before it starts anything."""
 
 import json
 import os

@@ -55,7 +55,7 @@ def run(name: str, argument: Sequence[str], *, folder: Path, python: str, **envi
 
 
 def argument_of(name: str, service: LocalService) -> list[str]:
-    """What an example's first lines say that it is given."""
+    """The arguments that an example's first lines name."""
     text = (EXAMPLES / name).read_text()
     found = re.search(rf"^#? ?(?:python|sh) examples/{name} (\S.*)$", text, re.MULTILINE)
     assert found, f"examples/{name} does not say how it is run"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 POISON = -7
-"""What outputs hold before the operator writes them."""
+"""Content of outputs before the operator writes them."""
 
 
 def recorded(name: str) -> Any:

@@ -77,7 +77,7 @@ class WholeChoice:
 
 
 class ChoicesFormat:
-    """What completions and chats have in common: the same head in front of every chunk, the same end."""
+    """Base of completions and chats: the same head in front of every chunk, the same end."""
 
     _lists: Sequence[str]
     """What log probabilities are sent as, and what is null beside these lists."""

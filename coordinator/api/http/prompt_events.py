@@ -26,7 +26,7 @@ from outrider.v1 import generation_pb2
 _MOST_EVENTS = 256
 
 Event = GenerationRequest | TokenLogprobs | GenerationEvent
-"""What a prompt brings: the checked request, log probabilities of its tokens behind the first, and its output."""
+"""Events of a prompt: the checked request, log probabilities of its tokens behind the first, and its output."""
 Stream = Callable[[generation_pb2.GenerateRequest], AsyncGenerator[GenerationRequest | GenerationEvent, None]]
 Check = Callable[[generation_pb2.GenerateRequest], Awaitable[GenerationRequest]]
 
@@ -82,7 +82,7 @@ async def _events(begin: Stream, check: Check, asked: Asked, prompt: int) -> Asy
 
 
 def _score_of(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
-    """What scores a request's prompt: an output that is known, behind the first token."""
+    """Return the request that scores a prompt: an output that is known, behind the first token."""
     first, *rest = request.token_ids.ids
     params = generation_pb2.SamplingParams(forced_token_ids=rest, logprobs=request.sampling_params.logprobs)
     score = generation_pb2.GenerateRequest(request_id=f"{request.request_id}-prompt", sampling_params=params)

@@ -152,7 +152,7 @@ def _content(content: Any) -> Any:
 
 
 class ResponsesFormat:
-    """Of /v1/responses; arguments as of `CompletionFormat`."""
+    """Format of /v1/responses; arguments as of `CompletionFormat`."""
 
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         del tokenizer
@@ -199,7 +199,7 @@ class ResponsesFormat:
         return "".join(self._piece(piece) for piece in pieces)
 
     def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
-        """What is left of the text."""
+        """Return the events of the text that is left."""
         del index, usage
         self._reason = choice.finish_reason
         pieces = [] if self._parser is None else self._parser.push("", is_last=True)

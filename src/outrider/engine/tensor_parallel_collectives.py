@@ -70,7 +70,7 @@ class SumOptions:
 
 
 class Collectives:
-    """What a `Decoder` of one rank needs of the others; on a CPU by gloo, over the loopback interface."""
+    """Sums and exchanges of a `Decoder` with other ranks; on a CPU by gloo, over the loopback interface."""
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """[P, T, N] of this rank to parts [P', T, N] that add up to the sum over ranks, the same bits on every rank."""

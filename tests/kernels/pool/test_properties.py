@@ -408,7 +408,7 @@ class Grown(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a worker sends at once."""
+    """Growth that a worker sends at once."""
 
     worker: Worker
     nodes: list[Grown]
