@@ -105,7 +105,7 @@ def make_plan(config: DeployConfig) -> Plan:
 def _sizes(
     config: DeployConfig, models: dict[str, ModelFiles], *, on_gpu: bool
 ) -> tuple[CheckpointSizes, CheckpointSizes]:
-    """Return the sizes of target and draft, once they have been looked at; zeros of what is not there to be looked at."""
+    """Return the sizes of target and draft, once looked at; zeros of what is not there to be looked at."""
     target_folder = models["target_model"].folder if "target_model" in models else embedded_target_path()
     draft_folder = models["draft_model"].folder if "draft_model" in models else embedded_draft_path()
     number_bytes = 2 if on_gpu else 4
