@@ -148,8 +148,9 @@ _LEAST_KEYS, _LEAST_KEYS_TILED = 128, 256
 _EARLY_KEYS = 192
 
 
-# Packed rows of all sessions, and keys of one, up to which tiles of 64 rows are the faster ones on Hopper.
-_FEW_ROWS, _LONG_KEYS = 320, 65536
+# Packed rows of all sessions, or of one on average, up to which tiles of 64 rows are the faster ones on Hopper, unless
+# it has more keys: two of them run at a time where one of 128 rows does.
+_FEW_ROWS, _FEW_ON_AVERAGE, _LONG_KEYS = 320, 64, 65536
 
 
 def choose_tiles(call: AttentionCall) -> Tiles:
@@ -162,7 +163,8 @@ def choose_tiles(call: AttentionCall) -> Tiles:
         # Small tiles leave room for the next product's first weights and waste fewer rows: 65 rows of four heads and
         # 1,000 keys take 15 us instead of 23. Over very long prefixes it counts how often the keys are read.
         all_rows = call.query.shape[0] * call.group
-        if packed_rows <= 64 or (all_rows <= _FEW_ROWS and call.batch.max_key_len <= _LONG_KEYS):
+        few_rows = max(_FEW_ROWS, _FEW_ON_AVERAGE * call.batch.key_len.shape[0])
+        if packed_rows <= 64 or (all_rows <= few_rows and call.batch.max_key_len <= _LONG_KEYS):
             return Tiles(rows=64, keys=64, stages=3, resident=2, groups=1)
         return Tiles(rows=128, keys=64, stages=6, resident=1, groups=2)
     if call.query.shape[2] > 128:
