@@ -226,12 +226,16 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
 
 
 def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
-    """Pack a step's nodes, of the sessions of one owner, as they travel."""
+    """Pack the nodes of steps, of the sessions of one owner, as they travel."""
     report = None
     # What a trie says has no report: its time says nothing of when more is to be expected.
     if growth.source is GrowthSource.MODEL and growth.rows:
         report = common_pb2.StepReport(
-            step_ns=growth.step_ns, forward_ns=growth.forward_ns, tokens=growth.rows, sessions=growth.num_sessions
+            step_ns=growth.step_ns // growth.steps,
+            forward_ns=growth.forward_ns // growth.steps,
+            tokens=growth.rows // growth.steps,
+            sessions=growth.num_sessions,
+            steps=growth.steps,
         )
     return draft_pb2.DraftGrowth(
         session_ids=growth.session_ids,

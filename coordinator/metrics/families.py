@@ -255,7 +255,7 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
             "starved": demand.starved_rounds,
         },
     )
-    families.counter("draft_steps", "Messages of growth.", demand.draft_steps)
+    families.counter("draft_steps", "Steps of drafts' models.", demand.draft_steps)
     families.counter("draft_step_seconds", "Time that these steps took the drafts.", demand.draft_ns / _NS)
 
 

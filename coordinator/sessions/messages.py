@@ -382,7 +382,9 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthBatch:
-    """One message of growth, in columns: new nodes of S sessions' trees, N in all, from one step of one draft worker.
+    """One message of growth, in columns: S parts, each new nodes of a session's tree, N in all, from one draft worker.
+
+    Several steps make several parts of a session, in their order.
 
     Attributes:
         session_ids: [S]
@@ -398,6 +400,7 @@ class GrowthBatch:
         acceptance: [N]
         distributions: [N] or empty.
         source: of all nodes.
+        steps: of the worker, that the message is of.
     """
 
     session_ids: Sequence[int]
@@ -413,6 +416,7 @@ class GrowthBatch:
     acceptance: npt.NDArray[np.float32]
     distributions: Sequence[DraftDistribution | None] = ()
     source: GrowthSource = GrowthSource.MODEL
+    steps: int = 1
 
     @classmethod
     def of(cls, growths: Sequence[Growth]) -> Self:

@@ -16,6 +16,7 @@ from outrider.wire import floats_from_bytes
 # No step takes an hour, and no such number is to reach a mean or a counter.
 _LONGEST_STEP_NS = 3_600_000_000_000
 _MOST_ROWS = 1 << 24
+_MOST_STEPS = 1 << 10
 # Of `RoundResults`, with one entry a session.
 _SESSION_COLUMNS = (
     "epochs", "token_counts", "accepted_counts", "selected_counts", "finishes", "cached_tokens", "lost", "tree_ends",
@@ -74,6 +75,8 @@ def check_report(report: common_pb2.StepReport) -> None:
         raise ValueError(f"a step of {longest / 1e9:.0f} s is reported")
     if report.tokens > _MOST_ROWS:
         raise ValueError(f"a step of {report.tokens} rows is reported")
+    if report.steps > _MOST_STEPS:
+        raise ValueError(f"{report.steps} steps are reported in one message")
 
 
 def check_load(load: common_pb2.WorkerLoad) -> None:

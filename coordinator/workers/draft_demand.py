@@ -34,11 +34,11 @@ class DraftDemand:
         bare_rounds: of rounds, those that verified no node.
         target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
-        draft_steps: steps of drafts' models for `async` sessions, one for each message of new growth; one that serves
-            sessions of two coordinators counts at both.
+        draft_steps: steps of drafts' models for `async` sessions; one that serves sessions of two coordinators counts
+            at both.
         draft_ns: what these steps took.
-        grown_sessions: sessions in these messages.
-        expanded_nodes: nodes in these messages that got children.
+        grown_sessions: sessions in these steps.
+        expanded_nodes: nodes in these steps that got children.
     """
 
     rounds: int = 0
@@ -53,17 +53,18 @@ class DraftDemand:
     grown_sessions: int = 0
     expanded_nodes: int = 0
 
-    def note_growth(self, step_ns: float, *, sessions: int, expanded: int) -> None:
-        """Count a step of a draft's model.
+    def note_growth(self, step_ns: float, *, steps: int, sessions: int, expanded: int) -> None:
+        """Count steps of a draft's model.
 
         Args:
-            step_ns: that it took.
-            sessions: with rounds here that have grown in it.
+            step_ns: that one took on average.
+            steps: how many.
+            sessions: with rounds here that have grown in them, in each step that they have grown in.
             expanded: nodes of them that got children.
         """
         if sessions:
-            self.draft_steps += 1
-            self.draft_ns += step_ns
+            self.draft_steps += steps
+            self.draft_ns += steps * step_ns
             self.grown_sessions += sessions
             self.expanded_nodes += expanded
 

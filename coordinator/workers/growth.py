@@ -63,4 +63,5 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
         distributions=distributions,
         # What a newer worker may say counts as a model's.
         source=_SOURCES.get(message.source, GrowthSource.MODEL),
+        steps=max(message.report.steps, 1),
     )

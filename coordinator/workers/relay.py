@@ -120,7 +120,8 @@ class Relay:
         self._totals.sources.note_growth(drafter.source, taken)
         if growth.source is GrowthSource.MODEL:
             step_ns = peer.link.step_latency.mean_ns
-            self._totals.demand.note_growth(step_ns, sessions=grown_sessions, expanded=expanded)
+            demand = self._totals.demand
+            demand.note_growth(step_ns, steps=growth.steps, sessions=grown_sessions, expanded=expanded)
         if parts:
             self._grown_ns = clock.now_ns()
         for target_id, part in parts.items():

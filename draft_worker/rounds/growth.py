@@ -1,4 +1,4 @@
-"""Growth: the nodes that one step of a drafter adds, as plain columns."""
+"""Growth: the nodes that steps of a drafter add, as plain columns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,15 @@ from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.rounds.session import SessionStart
 from outrider.growth_source import GrowthSource
 
+_COLUMNS = ("owners", "session_ids", "epochs", "as_of", "complete", "forgot", "again", "counts")
+_NODE_COLUMNS = ("node_ids", "parents", "tokens", "acceptance", "distributions")
+
 
 @dataclass(slots=True)
 class Growth:
-    """New nodes of several sessions, session by session, and what the step cost.
+    """New nodes of several sessions, session by session, and what their steps cost.
+
+    A session has a part for each step that grew it, in the order of the steps.
 
     Attributes:
         source: drafter of all nodes.
@@ -27,10 +32,11 @@ class Growth:
         tokens: [n].
         acceptance: [n] estimates given the parent.
         distributions: [n] the q each token was drawn from, under rejection; empty where no node has one.
-        step_ns: time of the step, in nanoseconds.
-        forward_ns: time of its forward pass.
-        rows: rows of the forward pass, padding left out.
-        num_sessions: sessions of the step.
+        steps: how many there were.
+        step_ns: time of the steps, in nanoseconds.
+        forward_ns: time of their forward passes.
+        rows: rows of the forward passes, padding left out.
+        num_sessions: sessions of the last step.
     """
 
     source: GrowthSource = GrowthSource.MODEL
@@ -47,6 +53,7 @@ class Growth:
     tokens: list[int] = field(default_factory=list)
     acceptance: list[float] = field(default_factory=list)
     distributions: list[DraftDistribution | None] = field(default_factory=list)
+    steps: int = 1
     step_ns: int = 0
     forward_ns: int = 0
     rows: int = 0
@@ -83,22 +90,36 @@ class Growth:
         self.tokens += tokens
         self.acceptance += acceptance
 
+    @property
+    def is_plain(self) -> bool:
+        """True for a step of a model that says nothing beside its nodes: what follows it may leave together with it."""
+        says_more = any(self.complete) or any(self.forgot) or any(self.again) or self.distributions
+        return self.source is GrowthSource.MODEL and self.rows > 0 and not says_more
+
+    def extend(self, following: "Growth") -> None:
+        """Add what a later step has grown; both are plain."""
+        for name in (*_COLUMNS, *_NODE_COLUMNS):
+            getattr(self, name).extend(getattr(following, name))
+        self.steps += following.steps
+        self.step_ns += following.step_ns
+        self.forward_ns += following.forward_ns
+        self.rows += following.rows
+        self.num_sessions = following.num_sessions
+
     def by_owner(self) -> Iterator[tuple[Any, "Growth"]]:
         """Split between the owners of the sessions; nothing is copied where there is one."""
         owners = {id(owner): owner for owner in self.owners}
         if len(owners) < 2:
             yield from ((owner, self) for owner in owners.values())
             return
-        columns = ("owners", "session_ids", "epochs", "as_of", "complete", "forgot", "again", "counts")
-        node_columns = ("node_ids", "parents", "tokens", "acceptance", "distributions")
-        costs = {name: getattr(self, name) for name in ("step_ns", "forward_ns", "rows", "num_sessions")}
+        costs = {name: getattr(self, name) for name in ("steps", "step_ns", "forward_ns", "rows", "num_sessions")}
         parts = {key: Growth(self.source, **costs) for key in owners}
         begin = 0
         for place, owner in enumerate(self.owners):
             part, end = parts[id(owner)], begin + self.counts[place]
-            for name in columns:
+            for name in _COLUMNS:
                 getattr(part, name).append(getattr(self, name)[place])
-            for name in node_columns:
+            for name in _NODE_COLUMNS:
                 getattr(part, name).extend(getattr(self, name)[begin:end])
             begin = end
         yield from ((owner, parts[key]) for key, owner in owners.items())

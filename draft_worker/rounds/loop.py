@@ -38,6 +38,10 @@ _BUSY_WINDOW_NS = 1_000_000_000
 _COLLECT_AFTER = 200_000
 # Commands that are applied at most between two looks at a device that works: it must not wait for a launch.
 _AT_ONCE = 8
+# Growth leaves this long after a message with other growth at the earliest, and this much later for each of its parts,
+# unless no more is on its way: some three times what a message takes of the coordinator's interpreter, and of the
+# target's. Short steps would make thousands a second, and what waits in a queue comes too late.
+_AFTER_MESSAGE_NS, _AFTER_PART_NS = 1_000_000, 15_000
 # How long a step is expected to take before the first of its size has been seen.
 _USUAL_S = 1.0
 
@@ -70,6 +74,9 @@ class GrowthLoop:
         self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
         # Taken from the inbox, but not applied yet.
         self._waiting: deque[Command | None] = deque()
+        # Growth of the last steps, and from when on it may leave though more is on its way.
+        self._leaving: Growth | None = None
+        self._leaves_ns = 0
         # Owners whose sessions rest.
         self._held: list[GrowthOwner] = []
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
@@ -133,8 +140,11 @@ class GrowthLoop:
             left_out = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
             has_grown = False
             for growth in drafters.advance(left_out.union(*map(drafters.keys_of, self._held))):
-                self._deliver(growth)
+                self._note(growth)
+                self._add(growth)
                 has_grown = True
+            if not drafters.is_busy or time.perf_counter_ns() >= self._leaves_ns:
+                self._deliver()
             has_work = drafters.is_busy or has_grown or bool(self._waiting)
             if not has_work:
                 self.watch.rests()
@@ -176,11 +186,23 @@ class GrowthLoop:
         for key in drafters.keys_of(owner):
             drafters.hold(key, "unread", is_held=is_held)
 
-    def _deliver(self, growth: Growth) -> None:
-        self._note(growth)
+    def _add(self, growth: Growth) -> None:
+        """Have growth leave together with what waits, or behind it."""
+        if self._leaving is not None and self._leaving.is_plain and growth.is_plain:
+            self._leaving.extend(growth)
+        else:
+            self._deliver()
+            self._leaving = growth
+
+    def _deliver(self) -> None:
+        """Hand growth that waits to the owners of its sessions."""
+        if self._leaving is None:
+            return
         load = self.load()
-        for owner, part in growth.by_owner():
+        for owner, part in self._leaving.by_owner():
             owner.deliver(part, load)
+        after_ns = _AFTER_MESSAGE_NS + _AFTER_PART_NS * len(self._leaving.counts)
+        self._leaving, self._leaves_ns = None, time.perf_counter_ns() + after_ns
 
     def _note(self, growth: Growth) -> None:
         now = time.perf_counter_ns()

@@ -1,8 +1,8 @@
-"""Growth as rounds take it: the nodes of one draft step, and the records of the device's inbox that they become."""
+"""Growth as rounds take it: the nodes of draft steps, and the records of the device's inbox that they become."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,32 @@ class Growth:
             distributions=distributions,
             complete=[is_complete],
         )
+
+    @classmethod
+    def joined(cls, growths: Sequence[Self]) -> Self:
+        """Return growth as one, one behind the other; most of what growth costs it costs once."""
+        if len(growths) == 1:
+            return growths[0]
+
+        def listed(name: str) -> list[Any]:
+            return [value for growth in growths for value in getattr(growth, name)]
+
+        nodes = {
+            name: np.concatenate([getattr(growth, name) for growth in growths])
+            for name in ("node_ids", "parents", "tokens", "acceptances", "drafters")
+        }
+        has_distributions = any(growth.distributions for growth in growths)
+        is_marked = any(growth.complete for growth in growths)
+        return cls(
+            **{name: listed(name) for name in ("keys", "epochs", "places", "as_of", "counts")},
+            **nodes,
+            distributions=[
+                one for growth in growths for one in growth.distributions or [None] * len(growth.node_ids)
+            ] if has_distributions else (),
+            complete=[
+                one for growth in growths for one in growth.complete or [False] * len(growth.keys)
+            ] if is_marked else (),
+        )  # fmt: skip
 
     def without(self, sessions: Iterable[int]) -> Self:
         """Return the growth of all but some sessions, which are given by their indices."""

@@ -227,9 +227,15 @@ class RoundThread:
     def _apply(self, loop: RoundLoop) -> None:
         """Apply the commands that wait; some of them while a device works."""
         for _ in range(min(len(self._waiting), _AT_ONCE) if loop.is_busy else len(self._waiting)):
+            if not self._waiting:
+                return
             match command := self._waiting.popleft():
                 case Growth():
-                    loop.grow(command)
+                    growths = [command]
+                    # What has come together is taken together, however much it is.
+                    while self._waiting and isinstance(self._waiting[0], Growth):
+                        growths.append(self._waiting.popleft())
+                    loop.grow(Growth.joined(growths))
                 case BoundsCommand(key, epoch, allow, is_alone):
                     loop.limit(key, epoch, allow)
                     loop.separate(key, epoch, is_alone=is_alone)

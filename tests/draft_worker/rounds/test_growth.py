@@ -27,3 +27,27 @@ def test_growth_is_split_between_sessions_and_owners():
         assert (part.rows, part.num_sessions) == (9, 4)
     # Nothing is copied where there is one owner.
     assert next(parts[other].by_owner())[1] is parts[other]
+
+
+def test_plain_growth_of_steps_that_follow_each_other_is_one():
+    owner = object()
+    first, following = (
+        Growth(step_ns=ns, forward_ns=ns - 1, rows=ns - 2, num_sessions=number) for ns, number in ((7, 2), (5, 1))
+    )
+    first.add(session_start(1, owner=owner), 3, [2, 4], [0, 2], [8, 9], [0.5, 0.25])
+    first.add(session_start(2, owner=owner), 5, [2], [0], [4], [0.75])
+    following.add(session_start(1, owner=owner, epoch=6), 4, [5], [0], [7], [0.125])
+    before = sessions_of(first) + sessions_of(following)
+    assert first.is_plain and following.is_plain
+    first.extend(following)
+    assert sessions_of(first) == before
+    assert (first.steps, first.step_ns, first.forward_ns, first.rows, first.num_sessions) == (2, 12, 10, 8, 1)
+
+
+def test_growth_that_says_more_than_its_nodes_is_not_plain():
+    q = DraftDistribution.quantised([4, 5], [0.5, 0.5])
+    others = [Growth(GrowthSource.NGRAM, rows=1), Growth()]
+    others += [Growth(rows=1, **{name: [False, True]}) for name in ("complete", "forgot", "again")]
+    others += [Growth(rows=1, distributions=[q])]
+    assert Growth(rows=1, complete=[False], forgot=[False], again=[False]).is_plain
+    assert not any(growth.is_plain for growth in others)

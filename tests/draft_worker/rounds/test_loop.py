@@ -11,6 +11,7 @@ from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_start
 
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
+from outrider.draft_worker.rounds import loop as loop_module
 from outrider.draft_worker.rounds.commands import (
     CloseCommand,
     CommitCommand,
@@ -245,3 +246,48 @@ def test_an_error_ends_the_thread_with_its_reason(*, loads: bool):
         with pytest.raises(RuntimeError, match="out of memory"):
             loop.ready.result(0)
     assert not owner.growths
+
+
+class Steps(Drafters):
+    """Drafters whose steps a test says, one for each `advance`; under way until the last has ended."""
+
+    def __init__(self, *steps: Growth) -> None:
+        super().__init__(Bench().drafter, None)
+        self._steps, self._goes_on = list(steps), False
+
+    @property
+    def is_busy(self) -> bool:
+        return self._goes_on
+
+    def advance(self, *_arguments: Any) -> Iterator[Growth]:
+        self._goes_on = len(self._steps) > 1
+        return iter([self._steps.pop(0)] if self._steps else [])
+
+
+def _step(owner: Owner, number: int, **fields: Any) -> Growth:
+    growth = Growth(rows=1, step_ns=1, num_sessions=1)
+    growth.add(opening(owner, number), 3, [number], [0], [5], [0.5], **fields)
+    return growth
+
+
+def test_growth_of_steps_that_follow_closely_leaves_together_and_in_order(monkeypatch: pytest.MonkeyPatch):
+    owner = Owner()
+    # None leaves before the last step has ended, but the first, and what stands before growth that says more.
+    monkeypatch.setattr(loop_module, "_AFTER_MESSAGE_NS", 10**15)
+    steps = [_step(owner, number, complete=number == 4) for number in range(1, 8)]
+    with running(Steps(*steps)) as loop:
+        loop.submit([])
+        owner.until(lambda: len(owner.sessions) == len(steps))
+    assert [part.session_id for part in owner.sessions] == [1, 2, 3, 4, 5, 6, 7]
+    assert [growth.steps for growth in owner.growths] == [1, 2, 1, 3]
+    assert loop.counts.verify_steps == len(steps)
+
+
+def test_growth_leaves_at_once_where_the_last_left_long_ago(monkeypatch: pytest.MonkeyPatch):
+    owner = Owner()
+    monkeypatch.setattr(loop_module, "_AFTER_MESSAGE_NS", 0)
+    monkeypatch.setattr(loop_module, "_AFTER_PART_NS", 0)
+    with running(Steps(*(_step(owner, number) for number in range(1, 5)))) as loop:
+        loop.submit([])
+        owner.until(lambda: len(owner.sessions) == 4)
+    assert [growth.steps for growth in owner.growths] == [1, 1, 1, 1]
