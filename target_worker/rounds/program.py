@@ -112,6 +112,7 @@ class RoundProgram:
     ) -> None:
         on_gpu, sessions = device.type == "cuda", config.max_sessions
         self._captures, self._is_capturing = captures and on_gpu, False
+        self._free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
         self._model, self.device, self.runs_ahead = model, device, self._captures
         self.pool = Pool.allocate(
             sessions=sessions,
@@ -424,8 +425,9 @@ class RoundProgram:
         self._forget_rounds()
         captured = time.perf_counter()
         logger.info(
-            "%d CUDA graphs: compiled in %.1f s, captured in %.1f s",
+            "%d CUDA graphs: compiled in %.1f s, captured in %.1f s; with what rounds read and write, %.2f GB",
             2 * len(self._plain) + 3 * len(self._wide), compiled - began, captured - compiled,
+            (self._free_bytes - torch.cuda.mem_get_info(self.device)[0]) / 1e9,
         )  # fmt: skip
 
     def _compile(self) -> None:
