@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
@@ -22,7 +22,7 @@ from outrider.draft_worker.rounds.commands import (
 )
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import SessionStart
+from outrider.draft_worker.rounds.session import Key, SessionStart
 from outrider.errors import OutriderError
 from outrider.growth_source import GrowthSource
 from outrider.log_output import about
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 _BUSY_WINDOW_NS = 1_000_000_000
 # Objects made and not freed until the collector runs: several times what a worker's sessions hold.
 _COLLECT_AFTER = 200_000
-# Commands that are applied at most between two looks at a device that works: it must not wait for a launch.
-_AT_ONCE = 8
+# Commands that are applied at most between two looks at a device that works, for it must not wait for a launch, unless
+# more wait than this: what is grown while commits are late is worth nothing.
+_AT_ONCE, _MOST_WAITING = 32, 512
 # Growth leaves this long after a message with other growth at the earliest, and this much later for each of its parts,
 # unless no more is on its way: some three times what a message takes of the coordinator's interpreter, and of the
 # target's. Short steps would make thousands a second, and what waits in a queue comes too late.
@@ -137,9 +138,8 @@ class GrowthLoop:
             if now != watched or not self.watch.age_s:
                 watched = now
                 self.watch.begins(None if drafters.is_preparing else _USUAL_S)
-            left_out = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
             has_grown = False
-            for growth in drafters.advance(left_out.union(*map(drafters.keys_of, self._held))):
+            for growth in drafters.advance(self._without_matches(drafters)):
                 self._note(growth)
                 self._add(growth)
                 has_grown = True
@@ -151,6 +151,14 @@ class GrowthLoop:
             elif not has_grown:
                 # Other threads may have the interpreter while the device works.
                 time.sleep(0)
+
+    def _without_matches(self, drafters: Drafters) -> Container[Key]:
+        """Keys of sessions that n-grams are not matched for: those that rest, and those with commits that wait."""
+        if drafters.ngram is None:
+            # Thousands of commits may wait, and this would go through them at every look.
+            return ()
+        waiting = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
+        return waiting.union(*map(drafters.keys_of, self._held))
 
     def _receive(self, *, block: bool) -> None:
         """Move what has come to `_waiting`, and wait for it if `block` and nothing waits."""
@@ -164,7 +172,9 @@ class GrowthLoop:
 
     def _apply(self, drafters: Drafters) -> bool:
         """Apply the commands that wait; some of them while a device works. False once the thread is to end."""
-        count = min(len(self._waiting), _AT_ONCE) if drafters.is_busy else len(self._waiting)
+        count = len(self._waiting)
+        if drafters.is_busy and count <= _MOST_WAITING:
+            count = min(count, _AT_ONCE)
         for _ in range(count):
             command = self._waiting.popleft()
             if command is None:

@@ -93,8 +93,9 @@ class PackedForward:
         self.dtype = model.weights.embedding.dtype if isinstance(model, Decoder) else torch.float32
         split_keys = max(_FIXED_SPLIT_KEYS, -(-row_len // _MOST_FIXED_SPLITS))
         self._split_keys = split_keys if fixed else None
-        # Of a rank that follows: no graph's memory is read once the next one runs, so all share it.
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # Of a rank that follows: no graph's memory is read once the next one runs, so all share it. What stands beside a
+        # graph is read and written by it, but no part of that memory.
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Packed, torch.Tensor]] = {}
         self._graph_pool: Any = None
         # Attention reads it within the step, so all buckets share it.
         self._slots = torch.full((sessions, row_len), -1, dtype=torch.int32, device=caches.positions.device)
@@ -160,7 +161,7 @@ class PackedForward:
     def follow(self, shape: PackedShape) -> None:
         """Run what rank 0 runs."""
         if shape.graph in self._graphs:
-            self._graphs[shape.graph].replay()
+            self._graphs[shape.graph][0].replay()
             return
         assert isinstance(self._model, Decoder)
         decoder, device = self._model, self._caches.positions.device
@@ -184,7 +185,7 @@ class PackedForward:
             options: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
             with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=self._graph_pool, **options):
                 run()
-            self._graphs[shape.graph] = graph
+            self._graphs[shape.graph] = graph, packed, rows
 
     def _decode(
         self,

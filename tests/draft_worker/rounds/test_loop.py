@@ -291,3 +291,38 @@ def test_growth_leaves_at_once_where_the_last_left_long_ago(monkeypatch: pytest.
         loop.submit([])
         owner.until(lambda: len(owner.sessions) == 4)
     assert [growth.steps for growth in owner.growths] == [1, 1, 1, 1]
+
+
+class Working(Drafters):
+    """Drafters whose device works until a test has seen enough; counts commits between two looks."""
+
+    def __init__(self) -> None:
+        super().__init__(Bench().drafter, None)
+        self.goes_on, self.commits, self.asks = True, [0], list[Any]()
+
+    @property
+    def is_busy(self) -> bool:
+        return self.goes_on
+
+    def commit(self, *_arguments: Any) -> None:
+        self.commits[-1] += 1
+
+    def advance(self, left_out: Any = ()) -> Iterator[Growth]:
+        self.asks.append(left_out)
+        if self.commits[-1]:
+            self.commits.append(0)
+        return iter(())
+
+
+@pytest.mark.parametrize(("commits", "at_a_look"), [(20_000, [20_000]), (320, [32] * 10)])
+def test_commits_are_never_far_behind_however_busy_the_device_is(commits: int, at_a_look: list[int]):
+    drafters, owner = Working(), Owner()
+    with running(drafters) as loop:
+        loop.submit([CommitCommand(owner, (7, 1), 1, 3, [9])] * commits)
+        while sum(drafters.commits) < commits:
+            time.sleep(0.001)
+        drafters.goes_on = False
+    assert [count for count in drafters.commits if count] == at_a_look
+    # Without n-grams nobody asks which sessions have commits that wait.
+    assert not any(drafters.asks)
+    assert loop.waiting == 0
