@@ -447,6 +447,8 @@ class RoundProgram:
             for bucket in buckets:
                 run(bucket)
         torch.cuda.synchronize(self.device)
+        # What several threads took at once nobody takes any more.
+        torch.cuda.empty_cache()
 
     def _capture(self, bucket: int, stream: torch.cuda.Stream) -> None:
         def capture(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:

@@ -408,6 +408,8 @@ class GrowthProgram:
             self._step(0, processes=True)
             list(found)
         torch.cuda.synchronize(self.device)
+        # What several threads took at once nobody takes any more.
+        torch.cuda.empty_cache()
 
     def _capture(self, bucket: int) -> None:
         stream = torch.cuda.Stream(self.device)
