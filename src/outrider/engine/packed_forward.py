@@ -93,8 +93,8 @@ class PackedForward:
         self.dtype = model.weights.embedding.dtype if isinstance(model, Decoder) else torch.float32
         split_keys = max(_FIXED_SPLIT_KEYS, -(-row_len // _MOST_FIXED_SPLITS))
         self._split_keys = split_keys if fixed else None
-        # Of a rank that follows: no graph's memory is read once the next one runs, so all share it. What stands beside a
-        # graph is no part of that memory, but read and written by it.
+        # Of a rank that follows: no graph's memory is read once the next one runs, so all share it. What stands beside
+        # a graph is no part of that memory, but read and written by it.
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Packed, torch.Tensor]] = {}
         self._graph_pool: Any = None
         # Attention reads it within the step, so all buckets share it.
