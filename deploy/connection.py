@@ -11,13 +11,17 @@ from typing import Any
 
 import ray
 
+from outrider import standby_start
 from outrider.deploy.config import Bind, DeployConfig
+from outrider.deploy.descendants import child_called
 from outrider.deploy.local_note import local_address
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "outrider"
 CONNECT_TIMEOUT_S = 5.0
+# Between two looks for Ray's process.
+_LOOK_S = 0.05
 # What Ray says when its node or its control store took longer than it waits.
 _SLOW_START = ("timed out during startup", "Timed out waiting for file")
 
@@ -75,7 +79,33 @@ def _join(address: str, **options: Any) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     _check_reachable(address)
-    _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
+    with _early_stand_by() if address == "local" else contextlib.nullcontext():
+        _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
+
+
+@contextlib.contextmanager
+def _early_stand_by() -> Iterator[None]:
+    """Start the stand-by of the Ray node that is started in the block as soon as that node's process is there.
+
+    Its imports take as long as all that Ray does before it asks for the first worker.
+    """
+    is_over = threading.Event()
+
+    def start() -> None:
+        while not is_over.wait(_LOOK_S):
+            if (raylet := child_called("raylet")) is not None:
+                # Where there can be none, workers are started without.
+                with contextlib.suppress(OSError):
+                    standby_start.connect(raylet).close()
+                return
+
+    starter = threading.Thread(target=start, name="stand-by", daemon=True)
+    if standby_start.CAN_FORK:
+        starter.start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 @contextlib.contextmanager

@@ -18,17 +18,28 @@ def adopt_descendants() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_descendants() -> None:
-    """Kill them all, as far as the system tells of them (Linux); elsewhere Ray's own watch over its parent does."""
-    children: dict[int, list[int]] = {}
+def child_called(name: str) -> int | None:
+    """Return the process id of a child of this process by its program's name (Linux); None if there is none."""
+    return next((pid for pid, called in _children().get(os.getpid(), []) if called == name), None)
+
+
+def _children() -> dict[int, list[tuple[int, str]]]:
+    """Process ids and names of all programs, by parent."""
+    found: dict[int, list[tuple[int, str]]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         # One that has ended meanwhile is gone.
         with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(folder.name))
+            name, _, rest = (folder / "stat").read_text().rpartition(")")
+            found.setdefault(int(rest.split()[1]), []).append((int(folder.name), name.partition("(")[2]))
+    return found
+
+
+def kill_descendants() -> None:
+    """Kill them all, as far as the system tells of them (Linux); elsewhere Ray's own watch over its parent does."""
+    children = _children()
     found, left = [], [os.getpid()]
     while left:
-        own = children.get(left.pop(), [])
+        own = [pid for pid, _ in children.get(left.pop(), [])]
         found += own
         left += own
     for pid in found:
