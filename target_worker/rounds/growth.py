@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from outrider.kernels.pool.records import WORDS, RecordKind
 from outrider.target_worker.sessions import SessionKey
 
 Ints = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,22 +88,34 @@ class Growth:
         def listed(name: str) -> list[Any]:
             return [value for growth in growths for value in getattr(growth, name)]
 
-        nodes = {
-            name: np.concatenate([getattr(growth, name) for growth in growths])
-            for name in ("node_ids", "parents", "tokens", "acceptances", "drafters")
-        }
-        has_distributions = any(growth.distributions for growth in growths)
-        is_marked = any(growth.complete for growth in growths)
+        def of_nodes(name: str) -> npt.NDArray[Any]:
+            return np.concatenate([getattr(growth, name) for growth in growths])
+
+        def or_none(columns: list[Sequence[T]], counts: list[int], blank: T) -> list[T]:
+            """A column that is empty in messages that have none of it."""
+            if not any(columns):
+                return []
+            return [
+                value
+                for column, count in zip(columns, counts, strict=True)
+                for value in (column or [blank] * count)
+            ]  # fmt: skip
+
+        parts, nodes = [len(growth.keys) for growth in growths], [len(growth.node_ids) for growth in growths]
         return cls(
-            **{name: listed(name) for name in ("keys", "epochs", "places", "as_of", "counts")},
-            **nodes,
-            distributions=[
-                one for growth in growths for one in growth.distributions or [None] * len(growth.node_ids)
-            ] if has_distributions else (),
-            complete=[
-                one for growth in growths for one in growth.complete or [False] * len(growth.keys)
-            ] if is_marked else (),
-        )  # fmt: skip
+            keys=listed("keys"),
+            epochs=listed("epochs"),
+            places=listed("places"),
+            as_of=listed("as_of"),
+            counts=listed("counts"),
+            node_ids=of_nodes("node_ids"),
+            parents=of_nodes("parents"),
+            tokens=of_nodes("tokens"),
+            acceptances=of_nodes("acceptances"),
+            drafters=of_nodes("drafters"),
+            distributions=or_none([growth.distributions for growth in growths], nodes, None),
+            complete=or_none([growth.complete for growth in growths], parts, False),
+        )
 
     def without(self, sessions: Iterable[int]) -> Self:
         """Return the growth of all but some sessions, which are given by their indices."""

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -226,16 +226,12 @@ class RoundThread:
 
     def _apply(self, loop: RoundLoop) -> None:
         """Apply the commands that wait; some of them while a device works."""
-        for _ in range(min(len(self._waiting), _AT_ONCE) if loop.is_busy else len(self._waiting)):
-            if not self._waiting:
-                return
+        left = min(len(self._waiting), _AT_ONCE) if loop.is_busy else len(self._waiting)
+        while left and self._waiting:
+            left -= 1
             match command := self._waiting.popleft():
                 case Growth():
-                    growths = [command]
-                    # What has come together is taken together, however much it is.
-                    while self._waiting and isinstance(self._waiting[0], Growth):
-                        growths.append(self._waiting.popleft())
-                    loop.grow(Growth.joined(growths))
+                    loop.grow(Growth.joined([command, *self._following_growth()]))
                 case BoundsCommand(key, epoch, allow, is_alone):
                     loop.limit(key, epoch, allow)
                     loop.separate(key, epoch, is_alone=is_alone)
@@ -258,6 +254,12 @@ class RoundThread:
                     for key, epoch in self._sessions_of(owner):
                         self._close(loop, key, epoch)
                     self._held.discard(owner)
+
+    def _following_growth(self) -> Iterator[Growth]:
+        """Take the growth that waits before any other command: what has come together is taken together."""
+        while self._waiting and isinstance(growth := self._waiting[0], Growth):
+            self._waiting.popleft()
+            yield growth
 
     def _sessions_of(self, owner: RoundOwner) -> list[tuple[SessionKey, int]]:
         return [(key, epoch) for key, (other, epoch) in self._owners.items() if other is owner]

@@ -46,8 +46,13 @@ def test_plain_growth_of_steps_that_follow_each_other_is_one():
 
 def test_growth_that_says_more_than_its_nodes_is_not_plain():
     q = DraftDistribution.quantised([4, 5], [0.5, 0.5])
-    others = [Growth(GrowthSource.NGRAM, rows=1), Growth()]
-    others += [Growth(rows=1, **{name: [False, True]}) for name in ("complete", "forgot", "again")]
-    others += [Growth(rows=1, distributions=[q])]
+    others = [
+        Growth(GrowthSource.NGRAM, rows=1),
+        Growth(),
+        Growth(rows=1, complete=[False, True]),
+        Growth(rows=1, forgot=[True]),
+        Growth(rows=1, again=[True]),
+        Growth(rows=1, distributions=[q]),
+    ]
     assert Growth(rows=1, complete=[False], forgot=[False], again=[False]).is_plain
     assert not any(growth.is_plain for growth in others)
