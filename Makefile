@@ -94,8 +94,8 @@ protos: setup ## generate the code of protos/outrider/v1 anew
 docs: setup ## write docs/reference, docs/results.md and README's table anew
 	@$(BIN)/python docs/generate.py
 
-bench: setup ## tokens per second on this machine: off, sync, async
-	@$(BIN)/python benchmarks/modes.py
+bench: setup ## what speculation gains on this machine, by kind of prompt
+	@$(BIN)/outrider bench
 
 pair: setup ## train the embedded pair anew (hours on a CPU, minutes on a GPU)
 	@$(BIN)/python recipes/embedded_pair/train.py

@@ -60,7 +60,6 @@ def test_the_prior_is_fitted_on_other_prompts_than_figures_are_reported_on():
     fit, report = load_texts(fit=True), load_texts(fit=False)
     assert (len(fit), len(report)) == (48, 48)
     assert not {text.ids for text in fit} & {text.ids for text in report}
-    # What benchmarks/modes.py takes.
     assert [text.number for text in load_texts(fit=False, limit=16)] == list(range(16))
     assert [len(beginning) for beginning in report[0].beginnings[:2]] == [16, 32]
 
