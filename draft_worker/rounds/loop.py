@@ -211,8 +211,9 @@ class GrowthLoop:
         load = self.load()
         for owner, part in self._leaving.by_owner():
             owner.deliver(part, load)
-        after_ns = _AFTER_MESSAGE_NS + _AFTER_PART_NS * len(self._leaving.counts)
-        self._leaving, self._leaves_ns = None, time.perf_counter_ns() + after_ns
+        if parts := len(self._leaving.counts):
+            self._leaves_ns = time.perf_counter_ns() + _AFTER_MESSAGE_NS + _AFTER_PART_NS * parts
+        self._leaving = None
 
     def _note(self, growth: Growth) -> None:
         now = time.perf_counter_ns()

@@ -13,7 +13,7 @@ from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, 
 # Verified rows, sessions and prefill rows of the buckets on a GPU: in between a round takes as long as in the next
 # larger one.
 _RUNGS, _SESSIONS, _PREFILL = (8, 32, 64, 128, 256, 384, 512), (1, 16, 64, 128), (256, 512)
-# Verified rows of a session, on average, beyond which a bucket never pays.
+# Verified rows of a session, on average, beyond which a bucket for fewer sessions than all does not pay.
 _MOST_ON_AVERAGE = 16
 # Share of a round in the averages: of what it takes beyond its bucket's time, of tokens and time, of acceptance.
 _BEYOND_SHARE, _RATE_SHARE, _RATIO_SHARE = 0.05, 0.1, 0.01
@@ -60,7 +60,8 @@ def round_buckets(config: RoundConfig, *, on_gpu: bool) -> list[Bucket]:
     found: dict[Bucket, None] = {}
     for rung in rungs:
         for fitting in (*(count for count in _SESSIONS if count < sessions), sessions):
-            if fitting <= rung <= max(_MOST_ON_AVERAGE * fitting, most if fitting == 1 else 0):
+            bound = most if fitting == 1 else rung if fitting == sessions else _MOST_ON_AVERAGE * fitting
+            if fitting <= rung <= bound:
                 found[Bucket(rows=rung, sessions=fitting, most=min(most, rung), prefill=0)] = None
     sizes = [*(size for size in _PREFILL if size < config.max_prefill_tokens), config.max_prefill_tokens]
     for size in sizes:

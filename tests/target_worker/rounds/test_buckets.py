@@ -31,6 +31,17 @@ def test_a_gpu_has_buckets_for_few_and_many_rows_and_a_cpu_one_bound():
     assert round_buckets(CONFIG, on_gpu=False) == [Bucket(rows=512, sessions=64 + MAX_CHUNKS, most=64, prefill=2048)]
 
 
+@pytest.mark.parametrize("most_sessions", [1, 4, 64, 100, 256])
+def test_any_number_of_sessions_fits_without_many_rows_of_padding_and_all_have_the_widest_bucket(most_sessions: int):
+    config = RoundConfig(max_sessions=most_sessions, max_model_len=1000, max_step_rows=512, max_session_rows=64)
+    plain = [bucket for bucket in round_buckets(config, on_gpu=True) if not bucket.prefill]
+    for sessions in range(1, most_sessions + 1):
+        fitting = [bucket for bucket in plain if min(bucket.sessions, bucket.rows) >= sessions]
+        assert min(bucket.rows for bucket in fitting) <= max(8, 4 * sessions)
+    widest = max(plain, key=lambda bucket: (bucket.sessions, bucket.rows))
+    assert (widest.sessions, widest.rows) == (most_sessions, 512 if most_sessions > 1 else 64)
+
+
 @pytest.mark.parametrize(("worth", "is_wide"), [(0.5, True), (0.001, False)])
 def test_nodes_that_pay_widen_the_round_and_others_do_not(worth, is_wide):
     # Where weights are read anyway, more rows cost little.
