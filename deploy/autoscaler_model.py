@@ -66,7 +66,7 @@ class DemandWindow:
 
     @property
     def levels_per_round(self) -> float:
-        """k: growth messages that named a session, by its rounds."""
+        """k: steps that named a session, by its rounds."""
         return self.grown_sessions / self.rounds if self.rounds else 0.0
 
     @property

@@ -223,6 +223,11 @@ class DeployConfig:
         return _HTTP_PORT if self.port else 0
 
     @property
+    def forks_workers(self) -> bool:
+        """Whether workers are forked of a stand-by that has imported what they need."""
+        return self.bind is Bind.LOOPBACK if self.standby is None else self.standby
+
+    @property
     def draft_source(self) -> DraftSource:
         """`source` with its default filled in."""
         has_model = self.draft_model is not None or self.target_model is None

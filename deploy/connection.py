@@ -13,7 +13,7 @@ import ray
 
 from outrider import standby_start
 from outrider.deploy.config import Bind, DeployConfig
-from outrider.deploy.descendants import child_called
+from outrider.deploy.descendants import find_child
 from outrider.deploy.local_note import local_address
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,9 @@ def connect(config: DeployConfig) -> bool:
     if config.address == "local":
         # Ray turns its token on by itself for a cluster of its own: whoever reaches its ports may run code.
         options = {"include_dashboard": False, "object_store_memory": config.object_store_bytes}
-    _join(config.address, log_to_driver=config.role_logs, **options)
+    starts_early = config.address == "local" and config.forks_workers and standby_start.CAN_FORK
+    with _early_stand_by() if starts_early else contextlib.nullcontext():
+        _join(config.address, log_to_driver=config.role_logs, **options)
     if config.bind is Bind.NODE and not config.insecure and os.environ.get("RAY_AUTH_MODE") != "token":
         ray.shutdown()
         raise ConnectionError(
@@ -79,8 +81,7 @@ def _join(address: str, **options: Any) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     _check_reachable(address)
-    with _early_stand_by() if address == "local" else contextlib.nullcontext():
-        _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
+    _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
 
 
 @contextlib.contextmanager
@@ -93,15 +94,13 @@ def _early_stand_by() -> Iterator[None]:
 
     def start() -> None:
         while not is_over.wait(_LOOK_S):
-            if (raylet := child_called("raylet")) is not None:
+            if (raylet := find_child("raylet")) is not None:
                 # Where there can be none, workers are started without.
                 with contextlib.suppress(OSError):
                     standby_start.connect(raylet).close()
                 return
 
-    starter = threading.Thread(target=start, name="stand-by", daemon=True)
-    if standby_start.CAN_FORK:
-        starter.start()
+    threading.Thread(target=start, name="stand-by", daemon=True).start()
     try:
         yield
     finally:

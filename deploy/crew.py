@@ -56,8 +56,7 @@ class Crew:
         self._home_address = next((node.address for node in placement.living_nodes() if node.node_id == home), "")
         self._gpus: dict[Role, float] = dict(zip((Role.TARGET, Role.DRAFT), placement.worker_gpus(config), strict=True))
         # Small servers in place of the roles import nothing that would be worth it.
-        asked = config.bind is Bind.LOOPBACK if config.standby is None else config.standby
-        self._forks = asked and roles.target is Roles.target
+        self._forks = config.forks_workers and roles.target is Roles.target
         self.events = Events()
         """Events of the actors, for whoever has started them."""
         self._numbers = dict.fromkeys(Role, 0)

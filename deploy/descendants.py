@@ -18,8 +18,8 @@ def adopt_descendants() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def child_called(name: str) -> int | None:
-    """Return the process id of a child of this process by its program's name (Linux); None if there is none."""
+def find_child(name: str) -> int | None:
+    """Return the process id of a child of this process that runs a program of this name (Linux), None without one."""
     return next((pid for pid, called in _children().get(os.getpid(), []) if called == name), None)
 
 

@@ -109,8 +109,13 @@ class _Stream:
     def deliver(self, growth: Growth, load: Load) -> None:
         self._send(growth_message(growth, load))
         if self._traces is not None:
-            ids, times = growth.session_ids, {"step_ns": growth.step_ns, "forward_ns": growth.forward_ns}
-            self._traces.stepped(ids, **times, rows=growth.rows)
+            # Of one of its steps, as the message says it.
+            self._traces.stepped(
+                list(dict.fromkeys(growth.session_ids)),
+                step_ns=growth.step_ns // growth.steps,
+                forward_ns=growth.forward_ns // growth.steps,
+                rows=growth.rows // growth.steps,
+            )
 
     def fail(self, session_id: int, epoch: int, error: OutriderError) -> None:
         status = rpc.status_of(error)
@@ -234,7 +239,7 @@ def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
             step_ns=growth.step_ns // growth.steps,
             forward_ns=growth.forward_ns // growth.steps,
             tokens=growth.rows // growth.steps,
-            sessions=growth.num_sessions,
+            sessions=growth.num_sessions // growth.steps,
             steps=growth.steps,
         )
     return draft_pb2.DraftGrowth(

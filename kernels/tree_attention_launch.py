@@ -148,8 +148,8 @@ _LEAST_KEYS, _LEAST_KEYS_TILED = 128, 256
 _EARLY_KEYS = 192
 
 
-# Packed rows of all sessions, or of one on average, up to which tiles of 64 rows are the faster ones on Hopper, unless
-# it has more keys: two of them run at a time where one of 128 rows does.
+# Packed rows of all sessions, or on average of each that the batch has room for, up to which tiles of 64 rows are the
+# faster ones on Hopper: two of them run at a time where one of 128 rows does. The last is the longest session for that.
 _FEW_ROWS, _FEW_ON_AVERAGE, _LONG_KEYS = 320, 64, 65536
 
 

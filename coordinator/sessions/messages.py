@@ -400,7 +400,7 @@ class GrowthBatch:
         acceptance: [N]
         distributions: [N] or empty.
         source: of all nodes.
-        steps: of the worker, that the message is of.
+        steps: steps of the worker in this message.
     """
 
     session_ids: Sequence[int]

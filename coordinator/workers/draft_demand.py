@@ -35,7 +35,7 @@ class DraftDemand:
         target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
         draft_steps: steps of drafts' models for `async` sessions; one that serves sessions of two coordinators counts
-            at both.
+            at both, as do steps that travel together.
         draft_ns: what these steps took.
         grown_sessions: sessions in these steps.
         expanded_nodes: nodes in these steps that got children.
@@ -57,9 +57,9 @@ class DraftDemand:
         """Count steps of a draft's model.
 
         Args:
-            step_ns: that one took on average.
-            steps: how many.
-            sessions: with rounds here that have grown in them, in each step that they have grown in.
+            step_ns: mean time of a step.
+            steps: number of steps.
+            sessions: sum over the steps of the `async` sessions that grew in each.
             expanded: nodes of them that got children.
         """
         if sessions:

@@ -148,5 +148,9 @@ class WorkerLink:
         for task in self._tasks:
             task.cancel()
         self._call.cancel()
+        if (call := getattr(self._call, "_cython_call", None)) is not None:
+            # Once a write has failed grpc.aio takes its call for done, and cancels nothing: it would live as long as
+            # its connection, here and at the worker.
+            call.cancel("the link is closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close(None)

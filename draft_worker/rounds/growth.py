@@ -36,7 +36,7 @@ class Growth:
         step_ns: time of the steps, in nanoseconds.
         forward_ns: time of their forward passes.
         rows: rows of the forward passes, padding left out.
-        num_sessions: sessions of the last step.
+        num_sessions: sessions of the steps, each counted in every step that it took part in.
     """
 
     source: GrowthSource = GrowthSource.MODEL
@@ -91,20 +91,20 @@ class Growth:
         self.acceptance += acceptance
 
     @property
-    def is_plain(self) -> bool:
-        """True for a step of a model that says nothing beside its nodes: what follows it may leave together with it."""
+    def can_be_joined(self) -> bool:
+        """True for steps of a model that say nothing beside their nodes: they may travel as one message."""
         says_more = any(self.complete) or any(self.forgot) or any(self.again) or self.distributions
         return self.source is GrowthSource.MODEL and self.rows > 0 and not says_more
 
-    def extend(self, following: "Growth") -> None:
-        """Add what a later step has grown; both are plain."""
+    def join(self, following: "Growth") -> None:
+        """Add what a later step has grown; both can be joined."""
         for name in (*_COLUMNS, *_NODE_COLUMNS):
             getattr(self, name).extend(getattr(following, name))
         self.steps += following.steps
         self.step_ns += following.step_ns
         self.forward_ns += following.forward_ns
         self.rows += following.rows
-        self.num_sessions = following.num_sessions
+        self.num_sessions += following.num_sessions
 
     def by_owner(self) -> Iterator[tuple[Any, "Growth"]]:
         """Split between the owners of the sessions; nothing is copied where there is one."""

@@ -36,13 +36,12 @@ logger = logging.getLogger(__name__)
 _BUSY_WINDOW_NS = 1_000_000_000
 # Objects made and not freed until the collector runs: several times what a worker's sessions hold.
 _COLLECT_AFTER = 200_000
-# Commands that are applied at most between two looks at a device that works, for it must not wait for a launch, unless
-# more wait than this: what is grown while commits are late is worth nothing.
+# Commands that are applied at most between two looks at a device that works, for it must not wait for a launch; and
+# those that may wait for the next look: what is grown while commits are late is worth nothing.
 _AT_ONCE, _MOST_WAITING = 32, 512
-# Growth leaves this long after a message with other growth at the earliest, and this much later for each of its parts,
-# unless no more is on its way: some three times what a message takes of the coordinator's interpreter, and of the
-# target's. Short steps would make thousands a second, and what waits in a queue comes too late.
-_AFTER_MESSAGE_NS, _AFTER_PART_NS = 1_000_000, 15_000
+# Between two messages of growth, unless no more is on its way. A message takes the coordinator and the target some
+# 0.3 ms each: short steps would make thousands a second, and what waits in a queue comes too late.
+_BETWEEN_MESSAGES_NS = 1_000_000
 # How long a step is expected to take before the first of its size has been seen.
 _USUAL_S = 1.0
 
@@ -75,9 +74,9 @@ class GrowthLoop:
         self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
         # Taken from the inbox, but not applied yet.
         self._waiting: deque[Command | None] = deque()
-        # Growth of the last steps, and from when on it may leave though more is on its way.
-        self._leaving: Growth | None = None
-        self._leaves_ns = 0
+        # Growth of the last steps that has not been sent, and from when on it may be though more is on its way.
+        self._pending: Growth | None = None
+        self._earliest_ns = 0
         # Owners whose sessions rest.
         self._held: list[GrowthOwner] = []
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
@@ -141,9 +140,9 @@ class GrowthLoop:
             has_grown = False
             for growth in drafters.advance(self._without_matches(drafters)):
                 self._note(growth)
-                self._add(growth)
+                self._queue_growth(growth)
                 has_grown = True
-            if not drafters.is_busy or time.perf_counter_ns() >= self._leaves_ns:
+            if not drafters.is_busy or time.perf_counter_ns() >= self._earliest_ns:
                 self._deliver()
             has_work = drafters.is_busy or has_grown or bool(self._waiting)
             if not has_work:
@@ -155,7 +154,7 @@ class GrowthLoop:
     def _without_matches(self, drafters: Drafters) -> Container[Key]:
         """Keys of sessions that n-grams are not matched for: those that rest, and those with commits that wait."""
         if drafters.ngram is None:
-            # Thousands of commits may wait, and this would go through them at every look.
+            # Nobody asks, and this goes through all that waits at every look.
             return ()
         waiting = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
         return waiting.union(*map(drafters.keys_of, self._held))
@@ -173,8 +172,8 @@ class GrowthLoop:
     def _apply(self, drafters: Drafters) -> bool:
         """Apply the commands that wait; some of them while a device works. False once the thread is to end."""
         count = len(self._waiting)
-        if drafters.is_busy and count <= _MOST_WAITING:
-            count = min(count, _AT_ONCE)
+        if drafters.is_busy:
+            count = min(count, max(_AT_ONCE, count - _MOST_WAITING))
         for _ in range(count):
             command = self._waiting.popleft()
             if command is None:
@@ -196,24 +195,26 @@ class GrowthLoop:
         for key in drafters.keys_of(owner):
             drafters.hold(key, "unread", is_held=is_held)
 
-    def _add(self, growth: Growth) -> None:
-        """Have growth leave together with what waits, or behind it."""
-        if self._leaving is not None and self._leaving.is_plain and growth.is_plain:
-            self._leaving.extend(growth)
-        else:
+    def _queue_growth(self, growth: Growth) -> None:
+        """Send growth together with what waits, or behind it; at once where nothing can be joined to it."""
+        if self._pending is not None and self._pending.can_be_joined and growth.can_be_joined:
+            self._pending.join(growth)
+            return
+        self._deliver()
+        self._pending = growth
+        if not growth.can_be_joined:
             self._deliver()
-            self._leaving = growth
 
     def _deliver(self) -> None:
         """Hand growth that waits to the owners of its sessions."""
-        if self._leaving is None:
+        if self._pending is None:
             return
         load = self.load()
-        for owner, part in self._leaving.by_owner():
+        for owner, part in self._pending.by_owner():
             owner.deliver(part, load)
-        if parts := len(self._leaving.counts):
-            self._leaves_ns = time.perf_counter_ns() + _AFTER_MESSAGE_NS + _AFTER_PART_NS * parts
-        self._leaving = None
+        if self._pending.counts:
+            self._earliest_ns = time.perf_counter_ns() + _BETWEEN_MESSAGES_NS
+        self._pending = None
 
     def _note(self, growth: Growth) -> None:
         now = time.perf_counter_ns()

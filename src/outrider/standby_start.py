@@ -34,6 +34,8 @@ LENGTH = struct.Struct("!I")
 # Behind these comes a script. Others change the interpreter itself, which is the stand-by's.
 _FLAGS = {"-u"}
 _BACKLOG = 64
+# That this process has started: Python complains of those that are forgotten while they run.
+_STAND_BYS: list[subprocess.Popen[bytes]] = []
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -133,10 +135,13 @@ def _start(path: Path, owner_pid: int, environment: Mapping[str, str] | None) ->
         stand_by = subprocess.Popen(
             [sys.executable, "-m", "outrider.standby", str(door.fileno()), str(owner_pid)],
             stdin=subprocess.DEVNULL,
+            # Whoever reads this process's output waits for its end, not for the stand-by's.
+            stdout=subprocess.DEVNULL,
             env=environment,
             pass_fds=(door.fileno(),),
             start_new_session=True,
         )
+    _STAND_BYS.append(stand_by)
     if owner_pid == os.getpid():
         # It would end with this process all the same, but Python complains of children that nobody has waited for.
         atexit.register(_end, stand_by, path)

@@ -91,15 +91,10 @@ class Growth:
         def of_nodes(name: str) -> npt.NDArray[Any]:
             return np.concatenate([getattr(growth, name) for growth in growths])
 
-        def or_none(columns: list[Sequence[T]], counts: list[int], blank: T) -> list[T]:
-            """A column that is empty in messages that have none of it."""
-            if not any(columns):
-                return []
-            return [
-                value
-                for column, count in zip(columns, counts, strict=True)
-                for value in (column or [blank] * count)
-            ]  # fmt: skip
+        def padded(columns: list[Sequence[T]], counts: list[int], blank: T) -> list[T]:
+            """A column that may be empty."""
+            pairs = zip(columns, counts, strict=True) if any(columns) else ()
+            return [value for column, count in pairs for value in (column or [blank] * count)]
 
         parts, nodes = [len(growth.keys) for growth in growths], [len(growth.node_ids) for growth in growths]
         return cls(
@@ -113,8 +108,8 @@ class Growth:
             tokens=of_nodes("tokens"),
             acceptances=of_nodes("acceptances"),
             drafters=of_nodes("drafters"),
-            distributions=or_none([growth.distributions for growth in growths], nodes, None),
-            complete=or_none([growth.complete for growth in growths], parts, False),
+            distributions=padded([growth.distributions for growth in growths], nodes, None),
+            complete=padded([growth.complete for growth in growths], parts, False),
         )
 
     def without(self, sessions: Iterable[int]) -> Self:

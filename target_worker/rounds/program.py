@@ -447,7 +447,7 @@ class RoundProgram:
             for bucket in buckets:
                 run(bucket)
         torch.cuda.synchronize(self.device)
-        # What several threads took at once nobody takes any more.
+        # Memory that only compiling in several threads has needed.
         torch.cuda.empty_cache()
 
     def _capture(self, bucket: int, stream: torch.cuda.Stream) -> None:

@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 # Commands that are applied at most between two looks at a device that works: it must not wait for a launch.
 _AT_ONCE = 4
+# Messages of growth that are taken as one command.
+_GROWTHS_AT_ONCE = 32
 # Between two looks at a device that has written nothing; the next round waits for it already.
 _GLANCE_S = 0.00005
 # Several coordinators ask for reports at about the same time: what lies between them would say little.
@@ -256,8 +258,10 @@ class RoundThread:
                     self._held.discard(owner)
 
     def _following_growth(self) -> Iterator[Growth]:
-        """Take the growth that waits before any other command: what has come together is taken together."""
-        while self._waiting and isinstance(growth := self._waiting[0], Growth):
+        """Take the growth that waits before any other command, up to a bound: most of what it costs it costs once."""
+        for _ in range(_GROWTHS_AT_ONCE - 1):
+            if not self._waiting or not isinstance(growth := self._waiting[0], Growth):
+                return
             self._waiting.popleft()
             yield growth
 

@@ -375,3 +375,39 @@ async def test_a_draft_cannot_be_far_ahead_of_a_coordinator_that_does_not_read()
     finally:
         await link.close()
         await server.stop(None)
+
+
+class WaitingDraft(draft_pb2_grpc.DraftServiceServicer):
+    """Says once that it is there, and then waits for the end of the stream."""
+
+    def __init__(self) -> None:
+        self.has_ended = asyncio.Event()
+
+    async def Speculate(self, request_iterator, context):  # noqa: N802 - the name is the protocol's
+        try:
+            await context.write(draft_pb2.DraftGrowth(session_ids=[]))
+            await asyncio.Event().wait()
+        finally:
+            self.has_ended.set()
+
+
+async def test_the_stream_ends_with_its_link_also_where_a_write_has_failed(until):
+    draft, server, lost = WaitingDraft(), grpc.aio.server(), list[str]()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = DraftLink(
+        f"127.0.0.1:{port}", incarnation=1, vocab_size=9, on_growth=lambda _: None, on_fault=lambda *_: None,
+        on_lost=lost.append,
+    )  # fmt: skip
+    try:
+        await link.ready(timeout_s=60)
+        # What grpc.aio does where its core refuses a write: the call is done for Python, and goes on.
+        link._call._cython_call.set_internal_error("refused")  # pyright: ignore[reportAttributeAccessIssue]
+        link.open_session(opening(1))
+        await until(lambda: lost)
+        await link.close()
+        await asyncio.wait_for(draft.has_ended.wait(), 60)
+        await until(lambda: not any("_handle_status" in repr(task) for task in asyncio.all_tasks()))
+    finally:
+        await server.stop(None)

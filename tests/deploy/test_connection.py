@@ -8,22 +8,23 @@ import pytest
 
 from outrider import standby_start
 from outrider.deploy import connection, descendants
+from outrider.deploy.config import DeployConfig
 
 _LONG_S = 60
 
 
 def test_a_child_is_found_by_its_programs_name():
     with subprocess.Popen(["sleep", "60"]) as child:
-        assert descendants.child_called("sleep") == child.pid
+        assert descendants.find_child("sleep") == child.pid
         child.kill()
-    assert descendants.child_called("sleep") is None
+    assert descendants.find_child("sleep") is None
 
 
 @pytest.mark.skipif(not standby_start.CAN_FORK, reason="there are no stand-bys on this system")
 def test_the_stand_by_starts_once_the_nodes_process_is_there(monkeypatch: pytest.MonkeyPatch):
     looks, owners, has_started = list[str](), list[int](), threading.Event()
 
-    def child_called(name: str) -> int | None:
+    def find_child(name: str) -> int | None:
         looks.append(name)
         return None if len(looks) < 3 else os.getpid()
 
@@ -40,8 +41,8 @@ def test_the_stand_by_starts_once_the_nodes_process_is_there(monkeypatch: pytest
         assert options["address"] == "local"
         assert has_started.wait(_LONG_S), "Ray's start goes on beside it"
 
-    monkeypatch.setattr(connection, "child_called", child_called)
+    monkeypatch.setattr(connection, "find_child", find_child)
     monkeypatch.setattr(connection.standby_start, "connect", Connection)
     monkeypatch.setattr(connection, "_init", init)
-    connection._join("local")
+    connection.connect(DeployConfig())
     assert (looks, owners) == (["raylet"] * 3, [os.getpid()])

@@ -408,7 +408,7 @@ class GrowthProgram:
             self._step(0, processes=True)
             list(found)
         torch.cuda.synchronize(self.device)
-        # What several threads took at once nobody takes any more.
+        # Memory that only compiling in several threads has needed.
         torch.cuda.empty_cache()
 
     def _capture(self, bucket: int) -> None:

@@ -29,7 +29,7 @@ def test_growth_is_split_between_sessions_and_owners():
     assert next(parts[other].by_owner())[1] is parts[other]
 
 
-def test_plain_growth_of_steps_that_follow_each_other_is_one():
+def test_steps_that_follow_each_other_are_joined():
     owner = object()
     first, following = (
         Growth(step_ns=ns, forward_ns=ns - 1, rows=ns - 2, num_sessions=number) for ns, number in ((7, 2), (5, 1))
@@ -38,13 +38,13 @@ def test_plain_growth_of_steps_that_follow_each_other_is_one():
     first.add(session_start(2, owner=owner), 5, [2], [0], [4], [0.75])
     following.add(session_start(1, owner=owner, epoch=6), 4, [5], [0], [7], [0.125])
     before = sessions_of(first) + sessions_of(following)
-    assert first.is_plain and following.is_plain
-    first.extend(following)
+    assert first.can_be_joined and following.can_be_joined
+    first.join(following)
     assert sessions_of(first) == before
-    assert (first.steps, first.step_ns, first.forward_ns, first.rows, first.num_sessions) == (2, 12, 10, 8, 1)
+    assert (first.steps, first.step_ns, first.forward_ns, first.rows, first.num_sessions) == (2, 12, 10, 8, 3)
 
 
-def test_growth_that_says_more_than_its_nodes_is_not_plain():
+def test_growth_that_says_more_than_its_nodes_is_not_joined():
     q = DraftDistribution.quantised([4, 5], [0.5, 0.5])
     others = [
         Growth(GrowthSource.NGRAM, rows=1),
@@ -54,5 +54,5 @@ def test_growth_that_says_more_than_its_nodes_is_not_plain():
         Growth(rows=1, again=[True]),
         Growth(rows=1, distributions=[q]),
     ]
-    assert Growth(rows=1, complete=[False], forgot=[False], again=[False]).is_plain
-    assert not any(growth.is_plain for growth in others)
+    assert Growth(rows=1, complete=[False], forgot=[False], again=[False]).can_be_joined
+    assert not any(growth.can_be_joined for growth in others)
