@@ -97,7 +97,7 @@ def _early_stand_by() -> Iterator[None]:
             if (raylet := find_child("raylet")) is not None:
                 # Where there can be none, workers are started without.
                 with contextlib.suppress(OSError):
-                    standby_start.connect(raylet).close()
+                    standby_start.connect(raylet, is_own=True).close()
                 return
 
     threading.Thread(target=start, name="stand-by", daemon=True).start()

@@ -34,8 +34,6 @@ LENGTH = struct.Struct("!I")
 # Behind these comes a script. Others change the interpreter itself, which is the stand-by's.
 _FLAGS = {"-u"}
 _BACKLOG = 64
-# That this process has started: Python complains of those that are forgotten while they run.
-_STAND_BYS: list[subprocess.Popen[bytes]] = []
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -95,12 +93,13 @@ def send_order(
     connection.sendall(packed)
 
 
-def connect(owner_pid: int, environment: Mapping[str, str] | None = None) -> socket.socket:
+def connect(owner_pid: int, environment: Mapping[str, str] | None = None, *, is_own: bool = False) -> socket.socket:
     """A connection to the stand-by of a process, which is started where there is none.
 
     Args:
         owner_pid: the process with which the stand-by ends.
         environment: the stand-by's variables; default this process's own.
+        is_own: the owner ends with this process, so that a stand-by that is started here may, too.
 
     Raises:
         OSError: the folder belongs to somebody else, or the name is too long for a socket.
@@ -119,7 +118,7 @@ def connect(owner_pid: int, environment: Mapping[str, str] | None = None) -> soc
             try:
                 connection.connect(str(path))
             except (FileNotFoundError, ConnectionRefusedError):
-                _start(path, owner_pid, environment)
+                _start(path, owner_pid, environment, is_own=is_own or owner_pid == os.getpid())
                 connection.connect(str(path))
     except BaseException:
         connection.close()
@@ -127,7 +126,7 @@ def connect(owner_pid: int, environment: Mapping[str, str] | None = None) -> soc
     return connection
 
 
-def _start(path: Path, owner_pid: int, environment: Mapping[str, str] | None) -> None:
+def _start(path: Path, owner_pid: int, environment: Mapping[str, str] | None, *, is_own: bool) -> None:
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(path))
@@ -141,9 +140,8 @@ def _start(path: Path, owner_pid: int, environment: Mapping[str, str] | None) ->
             pass_fds=(door.fileno(),),
             start_new_session=True,
         )
-    _STAND_BYS.append(stand_by)
-    if owner_pid == os.getpid():
-        # It would end with this process all the same, but Python complains of children that nobody has waited for.
+    if is_own:
+        # It would end with its owner all the same, but Python complains of children that nobody has waited for.
         atexit.register(_end, stand_by, path)
 
 

@@ -31,7 +31,8 @@ def test_the_stand_by_starts_once_the_nodes_process_is_there(monkeypatch: pytest
     class Connection:
         """To a stand-by."""
 
-        def __init__(self, owner: int) -> None:
+        def __init__(self, owner: int, *, is_own: bool) -> None:
+            assert is_own
             owners.append(owner)
 
         def close(self) -> None:
