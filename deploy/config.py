@@ -224,7 +224,7 @@ class DeployConfig:
 
     @property
     def forks_workers(self) -> bool:
-        """Whether workers are forked of a stand-by that has imported what they need."""
+        """True if workers are forked of a stand-by that has imported what they need."""
         return self.bind is Bind.LOOPBACK if self.standby is None else self.standby
 
     @property
