@@ -197,13 +197,14 @@ class GrowthLoop:
 
     def _queue_growth(self, growth: Growth) -> None:
         """Send growth together with what waits, or behind it; at once where nothing can be joined to it."""
-        if self._pending is not None and self._pending.can_be_joined and growth.can_be_joined:
-            self._pending.join(growth)
-            return
-        self._deliver()
-        self._pending = growth
         if not growth.can_be_joined:
             self._deliver()
+            self._pending = growth
+            self._deliver()
+        elif self._pending is None:
+            self._pending = growth
+        else:
+            self._pending.join(growth)
 
     def _deliver(self) -> None:
         """Hand growth that waits to the owners of its sessions."""
