@@ -1,21 +1,21 @@
 """The draft worker process: what of serving is a draft's own."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from outrider.addresses import Resolve
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.front.handle import Front
-from outrider.draft_worker.front.inbox import SocketInbox
 from outrider.draft_worker.loading import LoadedDrafters, load_drafters
 from outrider.draft_worker.metrics import draft_metrics
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.loop import GrowthLoop, spare_collector
-from outrider.draft_worker.service import DraftStreams, pack_calibrations
+from outrider.draft_worker.service import SERVICE, DraftStream, pack_calibrations
+from outrider.front.calls import Calls
+from outrider.front.handle import Front
+from outrider.front.inbox import Inbox
 from outrider.security.roles import Role
-from outrider.v1 import common_pb2, draft_pb2, registry_pb2
-from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
+from outrider.v1 import common_pb2, registry_pb2
+from outrider.worker_service import Loaded, Worker, serve_worker
 
 __all__ = ["DraftWorkerConfig", "serve"]
 
@@ -31,19 +31,13 @@ class DraftWorker(Worker[GrowthLoop]):
     """
 
     role = Role.DRAFT
-    service = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
     def __init__(self, config: DraftWorkerConfig, loader: Loader = load_drafters) -> None:
         self._config, self._loader = config, loader
         self._parts: LoadedDrafters | None = None
-        self.front = Front(config.address, config.tls)
-        self.inbox = SocketInbox(self.front.data, DraftStreams(self.front.data).commands)
+        self.front = Front(SERVICE, role=self.role, address=config.address, tls=config.tls)
+        self.inbox = Inbox(self.front.data, Calls(self.front.data, SERVICE, {"Speculate": DraftStream}).commands)
         self.thread = GrowthLoop(self._load_drafters, self.inbox)
-
-    async def listen(self, config: WorkerConfig) -> Front:
-        """See `Worker`."""
-        await self.front.listen()
-        return self.front
 
     def _load_drafters(self) -> Drafters:
         self._parts = parts = self._loader(self._config)
@@ -67,7 +61,6 @@ class DraftWorker(Worker[GrowthLoop]):
             ),
             metrics=draft_metrics(self.thread, parts.drafters, model_name=parts.model.name),
             sources=sorted(parts.drafters.calibrations),
-            failures=(self.front.failed,),
         )
 
     def load(self) -> common_pb2.WorkerLoad:
@@ -106,13 +99,4 @@ async def serve(
         WorkerUnavailable: the process that speaks to coordinators has ended.
         RuntimeError: the model failed while it ran.
     """
-    worker = DraftWorker(config, loader)
-
-    def serves(address: str) -> None:
-        if ready is not None:
-            ready(address)
-        # Whoever is told may have chosen cores for this process.
-        worker.front.share_cores()
-
-    with contextlib.closing(worker.front), contextlib.closing(worker.inbox):
-        await serve_worker(worker, config, ready=serves, stop=stop, resolve=resolve)
+    await serve_worker(DraftWorker(config, loader), config, ready=ready, stop=stop, resolve=resolve)

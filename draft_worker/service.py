@@ -1,13 +1,11 @@
-"""DraftService as the growth thread sees it: unpacks commands, packs growth. gRPC itself is the front process's."""
+"""DraftService as the thread that grows sees it: unpacks commands, packs growth. gRPC itself is the front process's."""
 
 import logging
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from outrider import rpc, tracing
+from outrider import rpc
 from outrider.acceptance_calibration import RELIABILITY_EDGES, LearnedBuckets
 from outrider.draft_distribution import pack_distributions
-from outrider.draft_worker.front.frames import FrameReader, Kind, pack_frame
 from outrider.draft_worker.rounds.commands import (
     CloseCommand,
     Command,
@@ -20,16 +18,16 @@ from outrider.draft_worker.rounds.commands import (
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.front.calls import Call, SessionStream
 from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, to_proto
 from outrider.log_output import about
-from outrider.request_decoding import decode
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
 
 logger = logging.getLogger(__name__)
 
-_SPECULATE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].methods_by_name["Speculate"]
+SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
 _MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: GrowthMode.ASYNC,
@@ -38,79 +36,31 @@ _MODES = {
 }
 
 
-class DraftStreams:
-    """The streams of all coordinators, as frames to and from the front process; called on the growth thread.
+class DraftStream(SessionStream[Command]):
+    """A coordinator's stream as the thread that grows sees it: an owner that turns growth into messages."""
 
-    Args:
-        data: the socket to that process.
-    """
+    def __init__(self, call: Call) -> None:
+        super().__init__(call, "draft", SERVICE.methods_by_name["Speculate"].input_type)
 
-    def __init__(self, data: socket.socket) -> None:
-        self._data = data
-        self._frames = FrameReader()
-        self._streams: dict[int, _Stream] = {}
+    def unpack(self, message: draft_pb2.DraftCommands) -> list[Command]:
+        """See `SessionStream`."""
+        return _commands(message, self)
 
-    def commands(self, data: bytes) -> Sequence[Command]:
-        """What coordinators want, of the bytes that have arrived."""
-        found: list[Command] = []
-        for kind, number, payload in self._frames.feed(data):
-            if kind is Kind.OPENED:
-                self._streams[number] = _Stream(self, number, traceparent=payload.decode())
-            elif kind is Kind.COMMANDS:
-                found += self._streams[number].commands(payload)
-            elif kind is Kind.DONE:
-                self.send(Kind.ENDED, number)
-            elif kind in (Kind.HELD, Kind.RESUMED):
-                found.append(HoldCommand(self._streams[number], is_held=kind is Kind.HELD))
-            else:
-                stream = self._streams.pop(number)
-                stream.end()
-                found.append(LeaveCommand(stream))
-        return found
+    def hold(self, *, is_held: bool) -> list[Command]:
+        """See `SessionStream`."""
+        return [HoldCommand(self, is_held)]
 
-    def send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
-        """Hands a frame over."""
-        try:
-            self._data.sendall(pack_frame(kind, number, payload))
-        except OSError as error:
-            # The front process is gone, and with it whoever would have read this; its end ends this process, too.
-            logger.debug("growth for a closed stream dropped: %s", error)
-
-
-class _Stream:
-    """A coordinator's stream as the growth thread sees it: an owner that turns growth into messages."""
-
-    def __init__(self, streams: DraftStreams, number: int, *, traceparent: str) -> None:
-        self._streams, self._number = streams, number
-        self._traces = tracing.session_traces("draft", [(tracing.HEADER, traceparent)])
-        self._is_refused = False
-
-    def commands(self, data: bytes) -> list[Command]:
-        """Those of a message; where it is none, the stream is to end."""
-        if self._is_refused:
-            return []
-        try:
-            message = decode(_SPECULATE.input_type, data)
-            if isinstance(message, InvalidRequest):
-                raise message
-            assert isinstance(message, draft_pb2.DraftCommands)
-            commands = _commands(message, self)
-        except InvalidRequest as error:
-            self._is_refused = True
-            self._streams.send(Kind.REFUSED, self._number, rpc.status_of(error).SerializeToString())
-            return []
-        if self._traces is not None:
-            for opened in message.opens:
-                self._traces.opened(opened.session_id, opened.epoch, opened.traceparent)
-            for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
-                self._traces.closed(session_id, epoch)
-        return commands
+    def leave(self) -> list[Command]:
+        """See `SessionStream`."""
+        super().leave()
+        return [LeaveCommand(self)]
 
     def deliver(self, growth: Growth, load: Load) -> None:
-        self._send(growth_message(growth, load))
-        if self._traces is not None:
+        """See `GrowthOwner`."""
+        self.call.answer(growth_message(growth, load))
+        if self.traces is not None:
             # Of one of its steps, as the message says it.
-            self._traces.stepped(
+            self.traces.stepped(
                 list(dict.fromkeys(growth.session_ids)),
                 step_ns=growth.step_ns // growth.steps,
                 forward_ns=growth.forward_ns // growth.steps,
@@ -118,16 +68,10 @@ class _Stream:
             )
 
     def fail(self, session_id: int, epoch: int, error: OutriderError) -> None:
+        """See `GrowthOwner`."""
         status = rpc.status_of(error)
         told = common_pb2.SessionError(session_id=session_id, epoch=epoch, code=status.code, message=status.message)
-        self._send(draft_pb2.DraftGrowth(errors=[told]))
-
-    def end(self) -> None:
-        if self._traces is not None:
-            self._traces.end()
-
-    def _send(self, message: draft_pb2.DraftGrowth) -> None:
-        self._streams.send(Kind.GROWTH, self._number, message.SerializeToString())
+        self.call.answer(draft_pb2.DraftGrowth(errors=[told]))
 
 
 def pack_calibrations(calibrations: Mapping[GrowthSource, LearnedBuckets]) -> common_pb2.CalibrationReport:
@@ -148,7 +92,7 @@ def pack_calibrations(calibrations: Mapping[GrowthSource, LearnedBuckets]) -> co
     return common_pb2.CalibrationReport(edges=floats_to_bytes(RELIABILITY_EDGES), rules=rules)
 
 
-def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command]:
+def _commands(message: draft_pb2.DraftCommands, stream: DraftStream) -> list[Command]:
     """The commands of a message, in the order opens, commits, resends, closes.
 
     Raises:
@@ -195,7 +139,7 @@ def _check_columns(message: draft_pb2.DraftCommands) -> None:
         raise InvalidRequest(violations)
 
 
-def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _Stream) -> SessionStart:
+def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: DraftStream) -> SessionStart:
     try:
         prompt, output = tokens_from_bytes(opened.prompt), tokens_from_bytes(opened.output)
     except ValueError as error:

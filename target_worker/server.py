@@ -7,19 +7,21 @@ from pathlib import Path
 from outrider import collector
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
+from outrider.front.calls import Call, Calls
+from outrider.front.handle import Front
+from outrider.front.inbox import Inbox
 from outrider.metrics.families import Describe, Families
 from outrider.metrics.worker import WorkerGauges, describe_worker
-from outrider.rpc import RoleServer
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.thread import RoundThread
-from outrider.target_worker.service import TargetServicer, pack_load
-from outrider.v1 import common_pb2, registry_pb2, target_pb2
+from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream, pack_load
+from outrider.v1 import common_pb2, registry_pb2
 from outrider.worker import model_info
-from outrider.worker_service import Loaded, Worker, WorkerConfig, role_server, serve_worker
+from outrider.worker_service import Loaded, Worker, serve_worker
 
 __all__ = ["TargetWorkerConfig", "serve"]
 
@@ -32,13 +34,18 @@ class TargetWorker(Worker[RoundThread]):
     def __init__(self, config: TargetWorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
-        self.thread = RoundThread(self._make_loop)
+        self.front = Front(SERVICE, role=self.role, address=config.address, tls=config.tls)
+        calls = Calls(self.front.data, SERVICE, {"Verify": self._verify, "Reload": self._reload})
+        self.inbox = Inbox(self.front.data, calls.commands)
+        self.thread = RoundThread(self._make_loop, self.inbox)
         self._reloader = Reloader(self.thread)
-        self._servicer = TargetServicer(self.thread, self._reloader)
+        self._event_loop = asyncio.get_running_loop()
 
-    async def listen(self, config: WorkerConfig) -> RoleServer:
-        """See `Worker`."""
-        return role_server(target_pb2.DESCRIPTOR.services_by_name["TargetService"], self._servicer, config)
+    def _verify(self, call: Call) -> TargetStream:
+        return TargetStream(call, self.thread)
+
+    def _reload(self, call: Call) -> ReloadCall:
+        return ReloadCall(call, self._reloader, self._event_loop)
 
     def _make_loop(self) -> RoundLoop:
         config, engine = self._config, self._config.engine()

@@ -1,29 +1,26 @@
-"""TargetService.Verify: unpacks a coordinator's commands, hands them to the thread of the rounds, packs results."""
+"""TargetService as the thread of the rounds sees it: unpacks commands, packs results. The front process speaks gRPC."""
 
 import asyncio
-import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import Sequence
 
-import grpc.aio
-
-from outrider import rpc, tracing
-from outrider.errors import OutriderError, WorkerUnavailable
+from outrider.errors import InternalError, InvalidRequest, OutriderError
+from outrider.front.calls import Call, SessionStream
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import Finish
+from outrider.request_decoding import decode
 from outrider.target_worker.reload import Reloader
-from outrider.target_worker.rounds.commands import HoldCommand, Load, RoundCost
+from outrider.target_worker.rounds.commands import Command, HoldCommand, LeaveCommand, Load, RoundCost
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.sessions import SessionFault, TokenLogprobs
 from outrider.target_worker.unpacking import unpack
-from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_to_bytes
 
-# Messages of results that may wait to be read; then the stream's sessions rest until half of them have been.
-_MOST_UNREAD = 64
-# Commands that may wait for the thread; then readers wait, and look again so often.
-_MOST_WAITING, _LOOK_S = 4096, 0.001
+logger = logging.getLogger(__name__)
+
+SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 
 _FINISHES = {
     Finish.NONE: target_pb2.FINISH_UNSPECIFIED,
@@ -40,129 +37,35 @@ _TREE_ENDS = {
 }
 
 
-class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Serves any number of coordinators from one thread of rounds.
+class TargetStream(SessionStream[Command]):
+    """A coordinator's stream of `Verify` as the thread of the rounds sees it: an owner that packs results.
 
     Args:
-        thread: that runs them.
-        reloader: changes the model's weights; default one of this thread.
-        most_unread: messages of a stream that may wait to be read before its sessions rest.
-    """
-
-    def __init__(
-        self, thread: RoundThread, reloader: Reloader | None = None, *, most_unread: int = _MOST_UNREAD
-    ) -> None:
-        self._thread, self._most_unread = thread, most_unread
-        self._reloader = reloader or Reloader(thread)
-
-    async def Verify(  # noqa: N802 - the name is the protocol's
-        self,
-        request_iterator: AsyncIterator[target_pb2.RoundCommands],
-        context: "grpc.aio.ServicerContext[target_pb2.RoundCommands, target_pb2.RoundResults]",
-    ) -> None:
-        """See target.proto. Reading and writing are tasks of their own: neither ever waits for the other."""
-        traces = tracing.session_traces("target", context.invocation_metadata())
-        stream = _Stream(self._thread, traces, most_unread=self._most_unread)
-        reader = asyncio.create_task(self._read(stream, request_iterator))
-        reader.add_done_callback(lambda _reader: stream.finish())
-        try:
-            self._thread.join(stream)
-            while (message := await stream.next()) is not None:
-                await context.write(message)
-            await reader
-        except OutriderError as error:
-            await rpc.abort_with(context, error)
-        finally:
-            stream.has_left = True
-            self._thread.leave(stream)
-            if traces is not None:
-                traces.end()
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-
-    async def Reload(  # noqa: N802
-        self,
-        request: target_pb2.ReloadRequest,
-        context: "grpc.aio.ServicerContext[target_pb2.ReloadRequest, target_pb2.ReloadResponse]",
-    ) -> target_pb2.ReloadResponse:
-        """See target.proto. A caller that goes away changes nothing: what has begun is done."""
-        try:
-            return await asyncio.shield(asyncio.ensure_future(self._reloader.reload(request)))
-        except OutriderError as error:
-            await rpc.abort_with(context, error)
-
-    async def _read(self, stream: "_Stream", messages: AsyncIterator[target_pb2.RoundCommands]) -> None:
-        loop = await asyncio.wrap_future(self._thread.ready)
-        sizes = {"vocab_size": loop.model.vocab_size, "places": loop.config.places}
-        async for message in messages:
-            commands = unpack(message, stream, **sizes)
-            if stream.traces is not None:
-                for opening in message.opens:
-                    stream.traces.opened(opening.session_id, opening.epoch, opening.traceparent)
-                for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
-                    stream.traces.closed(session_id, epoch)
-            # An event would have the thread of the rounds call this one whenever it takes commands.
-            while self._thread.waiting > _MOST_WAITING:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
-            self._thread.submit(commands)
-
-
-class _Stream:
-    """One coordinator's stream: takes results on the thread of the rounds, gives messages to the stream's writer.
-
-    Args:
+        call: the stream.
         thread: of the rounds.
-        traces: of the stream's sessions; None while nobody traces.
-        most_unread: messages that may wait before the sessions rest.
-
-    Attributes:
-        has_left: whether nobody will read any more.
     """
 
-    def __init__(self, thread: RoundThread, traces: tracing.SessionTraces | None, *, most_unread: int) -> None:
-        self.traces = traces
-        self._thread, self._most_unread = thread, most_unread
-        self._event_loop = asyncio.get_running_loop()
-        self._unread: deque[target_pb2.RoundResults] = deque()
-        self._has_news = asyncio.Event()
-        self._is_held = self._is_finished = self.has_left = False
-        self._error: OutriderError | None = None
+    def __init__(self, call: Call, thread: RoundThread) -> None:
+        super().__init__(call, "target", SERVICE.methods_by_name["Verify"].input_type)
+        loop = thread.ready.result()
+        self._vocab_size, self._places = loop.model.vocab_size, loop.config.places
+
+    def unpack(self, message: target_pb2.RoundCommands) -> list[Command]:
+        """See `SessionStream`."""
+        return unpack(message, self, vocab_size=self._vocab_size, places=self._places)
+
+    def hold(self, *, is_held: bool) -> list[Command]:
+        """See `SessionStream`."""
+        return [HoldCommand(self, is_held)]
+
+    def leave(self) -> list[Command]:
+        """See `SessionStream`."""
+        super().leave()
+        return [LeaveCommand(self)]
 
     def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
         """See `RoundOwner`."""
-        self._event_loop.call_soon_threadsafe(self._put, results, cost, load)
-
-    def end(self, error: OutriderError) -> None:
-        """See `RoundOwner`."""
-        self._event_loop.call_soon_threadsafe(self.finish, error)
-
-    def finish(self, error: OutriderError | None = None) -> None:
-        """End the stream once what waits has been read."""
-        self._error = self._error or error
-        self._is_finished = True
-        self._has_news.set()
-
-    async def next(self) -> target_pb2.RoundResults | None:
-        """Return the next message; None once the stream has finished.
-
-        Raises:
-            OutriderError: that has finished it.
-        """
-        while not self._unread:
-            if self._error is not None:
-                raise self._error
-            if self._is_finished:
-                return None
-            self._has_news.clear()
-            await self._has_news.wait()
-        message = self._unread.popleft()
-        if self._is_held and len(self._unread) <= self._most_unread // 2:
-            self._hold(is_held=False)
-        return message
-
-    def _put(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
-        if self.has_left:
-            return
+        self.call.answer(pack_results(results, cost, load))
         if self.traces is not None:
             ids = [result.key[1] for result in results]
             if cost is not None:
@@ -170,16 +73,45 @@ class _Stream:
             for result in results:
                 if result.has_ended:
                     self.traces.closed(result.key[1], result.epoch)
-        self._unread.append(pack_results(results, cost, load))
-        self._has_news.set()
-        if not self._is_held and len(self._unread) > self._most_unread:
-            self._hold(is_held=True)
 
-    def _hold(self, *, is_held: bool) -> None:
-        self._is_held = is_held
-        # A thread that ends has told the stream, or is about to.
-        with contextlib.suppress(WorkerUnavailable):
-            self._thread.submit([HoldCommand(self, is_held)])
+
+class ReloadCall:
+    """A call of `Reload`; a `CallHandler`. A caller that goes away changes nothing: what has begun is done.
+
+    Args:
+        call: the way back.
+        reloader: that does it.
+        event_loop: that it does it in.
+    """
+
+    def __init__(self, call: Call, reloader: Reloader, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._call, self._reloader, self._event_loop = call, reloader, event_loop
+
+    def take(self, data: bytes) -> list[Command]:
+        """See `CallHandler`."""
+        asyncio.run_coroutine_threadsafe(self._reload(data), self._event_loop)
+        return []
+
+    def hold(self, *, is_held: bool) -> list[Command]:
+        """See `CallHandler`: there is one answer."""
+        return []
+
+    def leave(self) -> list[Command]:
+        """See `CallHandler`."""
+        return []
+
+    async def _reload(self, data: bytes) -> None:
+        request = decode(SERVICE.methods_by_name["Reload"].input_type, data)
+        try:
+            if isinstance(request, InvalidRequest):
+                raise request
+            assert isinstance(request, target_pb2.ReloadRequest)
+            self._call.answer(await self._reloader.reload(request))
+        except OutriderError as error:
+            self._call.refuse(error)
+        except Exception:
+            logger.exception("weights were not reloaded")
+            self._call.refuse(InternalError("weights were not reloaded; the worker's log says why"))
 
 
 def pack_results(results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> target_pb2.RoundResults:

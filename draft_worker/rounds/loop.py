@@ -7,9 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
 
-from outrider.draft_worker.front.inbox import SocketInbox
 from outrider.draft_worker.rounds.commands import (
     CloseCommand,
     Command,
@@ -24,6 +22,7 @@ from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import Key, SessionStart
 from outrider.errors import OutriderError
+from outrider.front.inbox import Inbox
 from outrider.growth_source import GrowthSource
 from outrider.log_output import about
 from outrider.metrics.worker import StepCounts
@@ -45,8 +44,6 @@ _BETWEEN_MESSAGES_NS = 1_000_000
 # How long a step is expected to take before the first of its size has been seen.
 _USUAL_S = 1.0
 
-Inbox = SimpleQueue[Sequence[Command] | None] | SocketInbox
-
 
 class GrowthLoop:
     """Runs drafters on a thread of its own.
@@ -63,17 +60,17 @@ class GrowthLoop:
         holds: times that an owner's sessions had to rest, for their growth was not read.
     """
 
-    def __init__(self, make_drafters: Callable[[], Drafters], inbox: Inbox | None = None) -> None:
+    def __init__(self, make_drafters: Callable[[], Drafters], inbox: Inbox[Command]) -> None:
         self.ready: Future[Drafters] = Future()
         self.stopped: Future[None] = Future()
         # Running futures cannot be cancelled by whoever stops waiting for them.
         self.ready.set_running_or_notify_cancel()
         self.stopped.set_running_or_notify_cancel()
         self._make_drafters = make_drafters
-        # None ends the thread.
-        self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
+        self._inbox = inbox
+        self._is_stopping = False
         # Taken from the inbox, but not applied yet.
-        self._waiting: deque[Command | None] = deque()
+        self._waiting: deque[Command] = deque()
         # Growth of the last steps that has not been sent, and from when on it may be though more is on its way.
         self._pending: Growth | None = None
         self._earliest_ns = 0
@@ -97,7 +94,8 @@ class GrowthLoop:
 
     def stop(self) -> None:
         """End the thread; `stopped` tells when."""
-        self._inbox.put(None)
+        self._is_stopping = True
+        self._inbox.put()
 
     def load(self) -> Load:
         """Return how full and how busy the worker is; any thread may call this once `ready` is done."""
@@ -109,8 +107,8 @@ class GrowthLoop:
 
     @property
     def waiting(self) -> int:
-        """Messages of commands that have not been applied, about."""
-        return len(self._waiting) + self._inbox.qsize()
+        """Commands that have come and not been applied."""
+        return len(self._waiting)
 
     def _run(self) -> None:
         share_interpreter()
@@ -130,9 +128,10 @@ class GrowthLoop:
     def _grow(self, drafters: Drafters) -> None:
         has_work, watched = False, None
         while True:
-            self._receive(block=not has_work)
-            if not self._apply(drafters):
+            self._waiting.extend(self._inbox.take(0.0 if has_work else None))
+            if self._is_stopping:
                 return
+            self._apply(drafters)
             now = drafters.launches, drafters.is_preparing
             if now != watched or not self.watch.age_s:
                 watched = now
@@ -159,25 +158,13 @@ class GrowthLoop:
         waiting = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
         return waiting.union(*map(drafters.keys_of, self._held))
 
-    def _receive(self, *, block: bool) -> None:
-        """Move what has come to `_waiting`, and wait for it if `block` and nothing waits."""
-        try:
-            while True:
-                commands = self._inbox.get() if block and not self._waiting else self._inbox.get_nowait()
-                self._waiting.extend([None] if commands is None else commands)
-                block = False
-        except Empty:
-            return
-
-    def _apply(self, drafters: Drafters) -> bool:
-        """Apply the commands that wait; some of them while a device works. False once the thread is to end."""
+    def _apply(self, drafters: Drafters) -> None:
+        """Apply the commands that wait; some of them while a device works."""
         count = len(self._waiting)
         if drafters.is_busy:
             count = min(count, max(_AT_ONCE, count - _MOST_WAITING))
         for _ in range(count):
             command = self._waiting.popleft()
-            if command is None:
-                return False
             if isinstance(command, LeaveCommand):
                 self._held = [owner for owner in self._held if owner is not command.owner]
                 drafters.close_owned(command.owner)
@@ -187,7 +174,6 @@ class GrowthLoop:
                 _apply_to_session(drafters, command)
                 if isinstance(command, SessionStart) and any(owner is command.owner for owner in self._held):
                     drafters.hold(command.key, "unread", is_held=True)
-        return True
 
     def _hold(self, drafters: Drafters, owner: GrowthOwner, *, is_held: bool) -> None:
         self.holds += is_held

@@ -4,23 +4,22 @@ What a draft and a target worker differ in is a `Worker`; the order of things is
 """
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from google.protobuf.descriptor import ServiceDescriptor
-
 from outrider.addresses import Resolve, resolver
 from outrider.errors import WorkerHung
+from outrider.front.handle import Front
+from outrider.front.inbox import Inbox
 from outrider.growth_source import GrowthSource
 from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
 from outrider.metrics.families import Describe
 from outrider.registration import Registrar
-from outrider.request_decoding import add_service
-from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -89,7 +88,7 @@ class Loaded:
         model: as it travels.
         limits: how much of it there is.
         metrics: its values for Prometheus.
-        failures: done when something else than the thread has failed.
+        failures: done when something else than the thread and the front process has failed.
         sources: by what a draft grows (none: a model).
     """
 
@@ -100,47 +99,20 @@ class Loaded:
     sources: Collection[GrowthSource] = ()
 
 
-class WorkerServer(Protocol):
-    """What answers coordinators; a `RoleServer` is one.
-
-    Attributes:
-        address: host:port with the port that was bound.
-    """
-
-    address: str
-
-    @property
-    def port(self) -> int:
-        """Of `address`."""
-        ...
-
-    async def start(self) -> None:
-        """Serves from now on."""
-        ...
-
-    async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
-        """Tells whoever asks that it does not serve any more, then drains, then ends."""
-        ...
-
-
 class Worker(ABC, Generic[Thread]):
     """A draft or a target worker.
 
     Attributes:
         role: which of them.
         thread: that owns the model.
+        front: the process that speaks gRPC for it.
+        inbox: where `thread` finds what `front` passes on.
     """
 
     role: Role
     thread: Thread
-
-    @abstractmethod
-    async def listen(self, config: WorkerConfig) -> WorkerServer:
-        """Binds the address of `config`, before the model is loaded.
-
-        Raises:
-            OSError: it is taken.
-        """
+    front: Front
+    inbox: Inbox[Any]
 
     @abstractmethod
     def loaded(self) -> Loaded:
@@ -149,9 +121,6 @@ class Worker(ABC, Generic[Thread]):
     @abstractmethod
     def load(self) -> common_pb2.WorkerLoad:
         """What a heartbeat carries."""
-
-    async def end_streams(self) -> None:
-        """Called when it has handed its sessions over."""
 
     def close(self) -> None:
         """Called last, unless it hangs."""
@@ -179,13 +148,25 @@ async def serve_worker(
         CertificateError: the TLS files cannot be used.
         WorkerRefused: a coordinator does not take this worker.
         WorkerHung: a step does not come back; its thread runs on, and the process has to end.
+        WorkerUnavailable: the process that speaks gRPC has ended.
         Exception: what the thread raised while it loaded or ran.
     """
+    with contextlib.closing(worker.front), contextlib.closing(worker.inbox):
+        await _serve(worker, config, ready, stop or asyncio.Event(), resolve)
+
+
+async def _serve(
+    worker: Worker[Any],
+    config: WorkerConfig,
+    ready: Callable[[str], None] | None,
+    stop: asyncio.Event,
+    resolve: Resolve | None,
+) -> None:
     if config.tls is not None:
         config.tls.check(worker.role)
     warn_of_bind(config.host, tls_ca=config.tls)
-    server = await worker.listen(config)
-    thread = worker.thread
+    front, thread = worker.front, worker.thread
+    await front.listen()
     thread.start()
     registrar: Registrar | None = None
     metrics: MetricsEndpoint | None = None
@@ -194,17 +175,19 @@ async def serve_worker(
         await asyncio.wrap_future(thread.ready)
         loaded = worker.loaded()
         metrics = open_endpoint(loaded.metrics, host=config.metrics_host, port=config.metrics_port, tls=config.tls)
-        await server.start()
-        registrar = _registrar(worker, loaded, config, port=server.port, resolve=resolve)
+        await front.start()
+        registrar = _registrar(worker, loaded, config, port=front.port, resolve=resolve)
         registrar.start()
         if ready is not None:
-            ready(server.address)
+            ready(front.address)
+        # Whoever was told may have chosen cores for this process.
+        front.share_cores()
         await until_any(
-            (stop or asyncio.Event()).wait(),
+            stop.wait(),
             registrar.drain_asked.wait(),
             registrar.failed,
             thread.watch.watch(),
-            *(asyncio.wrap_future(end) for end in (thread.stopped, *loaded.failures)),
+            *(asyncio.wrap_future(end) for end in (thread.stopped, front.failed, *loaded.failures)),
         )
         in_order = True
     except WorkerHung:
@@ -212,7 +195,7 @@ async def serve_worker(
         is_hung = True
         raise
     finally:
-        await server.stop(drain=lambda: _leave(worker, registrar, in_order=in_order))
+        await front.stop(drain=lambda: _leave(registrar, in_order=in_order))
         # How it drains is read, too.
         if metrics is not None:
             await metrics.close()
@@ -222,20 +205,6 @@ async def serve_worker(
             await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)
             worker.close()
     logger.info("stopped")
-
-
-def role_server(service: ServiceDescriptor, servicer: object, config: WorkerConfig) -> RoleServer:
-    """A server of one service in this process.
-
-    Raises:
-        OSError: the address is taken.
-    """
-    return RoleServer(
-        services=[service.full_name],
-        add_services=lambda server: add_service(servicer, service, server),
-        address=config.address,
-        tls=config.tls,
-    )
 
 
 def _registrar(
@@ -258,7 +227,6 @@ def _registrar(
     )
 
 
-async def _leave(worker: Worker[Any], registrar: Registrar | None, *, in_order: bool) -> None:
+async def _leave(registrar: Registrar | None, *, in_order: bool) -> None:
     if registrar is not None:
         await registrar.close(in_order=in_order)
-    await worker.end_streams()

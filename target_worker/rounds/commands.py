@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from outrider.errors import OutriderError
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.sessions import OpenRequest, SessionFault, SessionKey
@@ -53,14 +52,10 @@ class Load:
 
 
 class RoundOwner(Protocol):
-    """Owner of sessions. Called on the thread of the rounds; must not block."""
+    """Owner of sessions; called on the thread of the rounds."""
 
     def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
         """Take what one round has given this owner's sessions; without a cost, what no round has brought about."""
-        ...
-
-    def end(self, error: OutriderError) -> None:
-        """Learn that no more results will come."""
         ...
 
 

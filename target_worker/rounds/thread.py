@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from outrider import collector
 from outrider.errors import WorkerUnavailable
+from outrider.front.inbox import Inbox
 from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     CloseCommand,
@@ -47,6 +48,7 @@ class RoundThread:
 
     Args:
         make_loop: called on that thread, so that everything of torch happens on one.
+        inbox: where commands come from, beside `submit`.
 
     Attributes:
         ready: done when the model is loaded; its exception says why it could not be.
@@ -57,18 +59,17 @@ class RoundThread:
         holds: times that an owner's sessions had to rest, for their results were not read.
     """
 
-    def __init__(self, make_loop: Callable[[], RoundLoop]) -> None:
+    def __init__(self, make_loop: Callable[[], RoundLoop], inbox: Inbox[Command]) -> None:
         self.ready: Future[RoundLoop] = Future()
         self.stopped: Future[None] = Future()
         # Running futures cannot be cancelled by whoever stops waiting for them.
         self.ready.set_running_or_notify_cancel()
         self.stopped.set_running_or_notify_cancel()
         self._make_loop = make_loop
-        self._arrived = threading.Condition()
-        # Under the condition: what has come, and who is told that the thread ends.
-        self._commands: list[Command] = []
+        self._inbox = inbox
+        # Under the lock, for what is to run alone must be told of the thread's end.
+        self._lock = threading.Lock()
         self._alone: deque[tuple[Callable[[RoundLoop], object], Future[Any]]] = deque()
-        self._joined: set[RoundOwner] = set()
         self._is_stopping = self._has_ended = False
         # Of the thread: commands that are not applied yet; by session, its owner and epoch; owners that do not read.
         self._waiting: deque[Command] = deque()
@@ -90,33 +91,9 @@ class RoundThread:
         """Start the thread; `ready` tells when the model is there."""
         self._thread.start()
 
-    def join(self, owner: RoundOwner) -> None:
-        """Let an owner of sessions learn when the thread ends.
-
-        Raises:
-            WorkerUnavailable: it has ended.
-        """
-        with self._arrived:
-            self._check_running()
-            self._joined.add(owner)
-
-    def leave(self, owner: RoundOwner) -> None:
-        """Close all sessions of an owner."""
-        with self._arrived:
-            self._joined.discard(owner)
-            self._commands.append(LeaveCommand(owner))
-            self._arrived.notify()
-
     def submit(self, commands: Sequence[Command]) -> None:
-        """Queue commands, applied in order; any thread may call this.
-
-        Raises:
-            WorkerUnavailable: the thread ends.
-        """
-        with self._arrived:
-            self._check_running()
-            self._commands.extend(commands)
-            self._arrived.notify()
+        """Queue commands, applied in order; any thread may call this."""
+        self._inbox.put(commands)
 
     def run_alone(self, work: Callable[[RoundLoop], T]) -> "Future[T]":
         """Have the thread run something while no round is under way; commands that come meanwhile wait.
@@ -125,25 +102,19 @@ class RoundThread:
         """
         done: Future[Any] = Future()
         done.set_running_or_notify_cancel()
-        with self._arrived:
-            try:
-                self._check_running()
-            except WorkerUnavailable as error:
-                done.set_exception(error)
+        with self._lock:
+            if self._is_stopping or self._has_ended:
+                done.set_exception(WorkerUnavailable("the target worker is stopping"))
                 return done
             self._alone.append((work, done))
-            self._arrived.notify()
+        self._inbox.put()
         return done
 
     def stop(self) -> None:
         """End the thread after the rounds under way; `stopped` tells when."""
-        with self._arrived:
+        with self._lock:
             self._is_stopping = True
-            self._arrived.notify()
-
-    def _check_running(self) -> None:
-        if self._is_stopping or self._has_ended:
-            raise WorkerUnavailable("the target worker is stopping")
+        self._inbox.put()
 
     @property
     def load(self) -> Load:
@@ -161,30 +132,26 @@ class RoundThread:
 
     @property
     def waiting(self) -> int:
-        """Commands that have not been applied."""
-        return len(self._commands) + len(self._waiting)
+        """Commands that have come and not been applied."""
+        return len(self._waiting)
 
     def _run(self) -> None:
         share_interpreter()
         error: BaseException | None = None
         try:
             loop = self._make_loop()
-            loop.observer, loop.wake = self._notes, self._wake
+            loop.observer, loop.wake = self._notes, self._inbox.put
             self._note(loop)
             self._notes.holdups.begin()
             self.ready.set_result(loop)
             self._serve(loop)
         except BaseException as failure:  # noqa: BLE001 - handed on through `stopped`, where the server ends
             error = failure
-        with self._arrived:
+        with self._lock:
             self._has_ended = True
-            # Copies: owners leave as soon as they hear of it.
-            owners, alone = list(self._joined), list(self._alone)
         reason = "the target worker is stopping" if error is None else f"the target worker failed: {error}"
-        for _, done in alone:
+        for _, done in self._alone:
             done.set_exception(WorkerUnavailable(reason))
-        for owner in owners:
-            owner.end(WorkerUnavailable(reason))
         if error is None:
             self.stopped.set_result(None)
             return
@@ -207,24 +174,18 @@ class RoundThread:
                 collector.between_rounds()
         self._deliver(loop, loop.drain())
 
-    def _wake(self) -> None:
-        with self._arrived:
-            self._arrived.notify()
-
     def _receive(self, loop: RoundLoop) -> bool:
         """Wait until there is something to do, and take the commands that have come; False if the thread is to end."""
-        with self._arrived:
-            if not (self._commands or self._waiting or self._alone or self._is_stopping):
-                if not loop.has_work:
-                    self.watch.rests()
-                    self._arrived.wait(loop.due_s)
-                    self.watch.begins(USUAL_S)
-                elif self._is_quiet:
-                    # Other threads may have the interpreter while the device works.
-                    self._arrived.wait(_GLANCE_S)
-            self._waiting.extend(self._commands)
-            self._commands.clear()
-            return not self._is_stopping
+        if self._waiting or self._alone or self._is_stopping or (loop.has_work and not self._is_quiet):
+            taken = self._inbox.take()
+        elif loop.has_work:
+            taken = self._inbox.take(_GLANCE_S)
+        else:
+            self.watch.rests()
+            taken = self._inbox.take(loop.due_s)
+            self.watch.begins(USUAL_S)
+        self._waiting.extend(taken)
+        return not self._is_stopping
 
     def _apply(self, loop: RoundLoop) -> None:
         """Apply the commands that wait; some of them while a device works."""

@@ -12,17 +12,19 @@ import pytest
 from tests.draft_worker.table_model import Bench
 
 from outrider.draft_distribution import unpack_distributions
-from outrider.draft_worker.front.handle import Front
-from outrider.draft_worker.front.inbox import SocketInbox
 from outrider.draft_worker.rounds.commands import Load
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.loop import GrowthLoop
 from outrider.draft_worker.rounds.session import SessionStart
-from outrider.draft_worker.service import DraftStreams, growth_message
+from outrider.draft_worker.service import SERVICE, DraftStream, growth_message
+from outrider.front.calls import Calls
+from outrider.front.handle import Front
+from outrider.front.inbox import Inbox
 from outrider.growth_source import GrowthSource
 from outrider.rpc import open_channel
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.security.roles import Role
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
 
@@ -124,8 +126,9 @@ def opening(session_id: int = 1, *, epoch: int = 1, prompt: Any = (1, 2, 3), **l
 
 @asynccontextmanager
 async def serving(drafters: Drafters) -> AsyncIterator[Worker]:
-    front = Front("127.0.0.1:0", None)
-    with closing(front), closing(SocketInbox(front.data, DraftStreams(front.data).commands)) as inbox:
+    front = Front(SERVICE, role=Role.DRAFT, address="127.0.0.1:0")
+    calls = Calls(front.data, SERVICE, {"Speculate": DraftStream})
+    with closing(front), closing(Inbox(front.data, calls.commands)) as inbox:
         await front.listen()
         loop = GrowthLoop(lambda: drafters, inbox)
         loop.start()

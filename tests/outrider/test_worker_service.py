@@ -2,16 +2,18 @@
 
 import asyncio
 import urllib.request
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import cast
 
+from outrider.front.handle import Front
+from outrider.front.inbox import Inbox
 from outrider.ports import free_port
-from outrider.rpc import RoleServer
 from outrider.security.roles import Role
 from outrider.step_watch import StepWatch
-from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, registry_pb2
-from outrider.worker_service import Loaded, Worker, WorkerConfig, role_server, serve_worker
+from outrider.v1 import common_pb2, registry_pb2
+from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
 
 
 class IdleThread:
@@ -29,25 +31,44 @@ class IdleThread:
         self.stopped.set_result(None)
 
 
-class Unused(draft_pb2_grpc.DraftServiceServicer):
-    """Nobody calls."""
+class IdleFront:
+    """Nobody calls; what is read of the worker's metrics when it has handed its sessions over."""
 
-    async def Speculate(self, request_iterator, context) -> None:  # noqa: N802 - the service's name
-        raise AssertionError
-
-
-class IdleWorker(Worker[IdleThread]):
-    """Reads its own metrics when it has handed its sessions over."""
-
-    role = Role.DRAFT
+    address, port = "127.0.0.1:1", 1
 
     def __init__(self, metrics_port: int) -> None:
-        self.thread = IdleThread()
+        self.failed: Future[None] = Future()
         self._url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.at_the_end = ""
 
-    async def listen(self, config: WorkerConfig) -> RoleServer:
-        return role_server(draft_pb2.DESCRIPTOR.services_by_name["DraftService"], Unused(), config)
+    async def listen(self) -> None:
+        pass
+
+    async def start(self) -> None:
+        pass
+
+    def share_cores(self) -> None:
+        pass
+
+    async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
+        await drain()
+        self.at_the_end = await asyncio.to_thread(self._read)
+
+    def close(self) -> None:
+        pass
+
+    def _read(self) -> str:
+        with urllib.request.urlopen(self._url, timeout=30) as answer:
+            return answer.read().decode()
+
+
+class IdleWorker(Worker[IdleThread]):
+    """Has nothing to do."""
+
+    role = Role.DRAFT
+
+    def __init__(self, front: IdleFront) -> None:
+        self.thread, self.front, self.inbox = IdleThread(), cast("Front", front), Inbox[None]()
 
     def loaded(self) -> Loaded:
         return Loaded(
@@ -58,13 +79,6 @@ class IdleWorker(Worker[IdleThread]):
 
     def load(self) -> common_pb2.WorkerLoad:
         return common_pb2.WorkerLoad()
-
-    async def end_streams(self) -> None:
-        self.at_the_end = await asyncio.to_thread(self._read)
-
-    def _read(self) -> str:
-        with urllib.request.urlopen(self._url, timeout=30) as answer:
-            return answer.read().decode()
 
 
 async def test_a_worker_is_read_until_it_has_drained():
@@ -80,7 +94,7 @@ async def test_a_worker_is_read_until_it_has_drained():
         metrics_host="127.0.0.1",
         metrics_port=port,
     )
-    worker, stop = IdleWorker(port), asyncio.Event()
+    front, stop = IdleFront(port), asyncio.Event()
     async with asyncio.timeout(60):
-        await serve_worker(worker, cast("WorkerConfig", config), ready=lambda _: stop.set(), stop=stop)
-    assert "outrider_answer 42.0" in worker.at_the_end
+        await serve_worker(IdleWorker(front), cast("WorkerConfig", config), ready=lambda _: stop.set(), stop=stop)
+    assert "outrider_answer 42.0" in front.at_the_end

@@ -1,6 +1,7 @@
 """A target that is served over loopback gRPC, with a tiny model behind it, and what a coordinator sees of it."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from tests.target_worker.rounds.driving import (
 )
 
 from outrider import rpc
+from outrider.front.calls import Call, Calls
+from outrider.front.inbox import Inbox
+from outrider.front.process import Relay
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.thread import RoundThread
-from outrider.target_worker.service import TargetServicer
+from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream
 from outrider.target_worker.sessions import WITHOUT_LIMIT
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, tokens_to_bytes
@@ -36,14 +40,23 @@ class Service:
 
     def __init__(self, checkpoint: Path, kind: type[RoundProgram]) -> None:
         self._checkpoint, self._kind = checkpoint, kind
-        self.thread = RoundThread(self.make_loop)
-        self.reloader = Reloader(self.thread)
-        self.servicer = TargetServicer(self.thread, self.reloader, most_unread=4)
+        # What the front process runs, in this one.
+        methods = [(method.name, method.client_streaming) for method in SERVICE.methods]
+        self.relay = Relay(SERVICE.full_name, methods, most_waiting=4)
         self.server = rpc.RoleServer(
-            services=["outrider.v1.TargetService"],
-            add_services=lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(self.servicer, server),
-            address="127.0.0.1:0",
+            services=[SERVICE.full_name], add_services=self.relay.add_to, address="127.0.0.1:0"
         )
+        self._data, self._their_data = socket.socketpair()
+        calls = Calls(self._data, SERVICE, {"Verify": self._verify, "Reload": self._reload})
+        self._inbox = Inbox(self._data, calls.commands)
+        self.thread = RoundThread(self.make_loop, self._inbox)
+        self.reloader = Reloader(self.thread)
+
+    def _verify(self, call: Call) -> TargetStream:
+        return TargetStream(call, self.thread)
+
+    def _reload(self, call: Call) -> ReloadCall:
+        return ReloadCall(call, self.reloader, self._event_loop)
 
     def make_loop(self) -> RoundLoop:
         """Load the model; on the thread of the rounds."""
@@ -53,6 +66,8 @@ class Service:
         return RoundLoop(runner, config, times=FixedTimes(program.buckets, 8), program=program)
 
     async def start(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._transport, _ = await self._event_loop.create_connection(lambda: self.relay, sock=self._their_data)
         self.thread.start()
         await asyncio.wrap_future(self.thread.ready)
         await self.server.start()
@@ -63,7 +78,12 @@ class Service:
         await self.channel.close(None)
         await self.server.stop(grace_s=0)
         self.thread.stop()
-        await asyncio.wrap_future(self.thread.stopped)
+        try:
+            await asyncio.wrap_future(self.thread.stopped)
+        finally:
+            self._transport.close()
+            self._data.close()
+            self._inbox.close()
 
     async def until_empty(self) -> None:
         await until(lambda: not self.thread.load.sessions and not self.thread.load.slots_used)

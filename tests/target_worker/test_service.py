@@ -230,9 +230,9 @@ class Unread:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
-    async def write(self, message: target_pb2.RoundResults) -> None:
+    async def write(self, message: bytes) -> None:
         await self.may_write.wait()
-        self.written.append(message)
+        self.written.append(target_pb2.RoundResults.FromString(message))
 
 
 async def test_sessions_of_a_stream_that_is_not_read_rest_until_it_is(service, reference_model):
@@ -240,12 +240,12 @@ async def test_sessions_of_a_stream_that_is_not_read_rest_until_it_is(service, r
     opening = common_pb2.SessionOpen(session_id=1, epoch=1, prompt=tokens_to_bytes(PROMPT), sampling=spec.to_proto())
     may_end = asyncio.Event()
 
-    async def commands() -> AsyncIterator[target_pb2.RoundCommands]:
-        yield target_pb2.RoundCommands(incarnation=9, opens=[opening])
+    async def commands() -> AsyncIterator[bytes]:
+        yield target_pb2.RoundCommands(incarnation=9, opens=[opening]).SerializeToString()
         await may_end.wait()
 
     context: Any = Unread()
-    call = asyncio.create_task(service.servicer.Verify(commands(), context))
+    call = asyncio.create_task(service.relay.stream(0, commands(), context))
     other = Coordinator(service)
     await until(lambda: service.thread.holds)
     await other.open(1, spec)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.rounds import loop as loop_module
 from outrider.draft_worker.rounds.commands import (
     CloseCommand,
+    Command,
     CommitCommand,
     HoldCommand,
     LeaveCommand,
@@ -25,6 +26,7 @@ from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.loop import GrowthLoop
 from outrider.draft_worker.rounds.session import SessionStart
 from outrider.errors import CommitMismatch, InvalidRequest, OutriderError, Superseded
+from outrider.front.inbox import Inbox
 from outrider.growth_source import GrowthSource
 
 _LONG_S = 60
@@ -62,12 +64,13 @@ class Owner:
 
 @contextmanager
 def running(drafters: Drafters) -> Iterator[GrowthLoop]:
-    loop = GrowthLoop(lambda: drafters)
-    loop.start()
-    assert loop.ready.result(_LONG_S) is drafters
-    yield loop
-    loop.stop()
-    loop.stopped.result(_LONG_S)
+    with closing(Inbox[Command]()) as inbox:
+        loop = GrowthLoop(lambda: drafters, inbox)
+        loop.start()
+        assert loop.ready.result(_LONG_S) is drafters
+        yield loop
+        loop.stop()
+        loop.stopped.result(_LONG_S)
 
 
 def opening(owner: Owner, number: int = 1, **fields: Any) -> SessionStart:
@@ -235,11 +238,12 @@ def test_an_error_ends_the_thread_with_its_reason(*, loads: bool):
         raise RuntimeError("out of memory")
 
     bench.model.on_step = fail
-    loop = GrowthLoop((lambda: Drafters(bench.drafter, None)) if loads else fail)
-    loop.start()
-    loop.submit([opening(owner)])
-    with pytest.raises(RuntimeError, match="out of memory"):
-        loop.stopped.result(_LONG_S)
+    with closing(Inbox[Command]()) as inbox:
+        loop = GrowthLoop((lambda: Drafters(bench.drafter, None)) if loads else fail, inbox)
+        loop.start()
+        loop.submit([opening(owner)])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loop.stopped.result(_LONG_S)
     if loads:
         loop.ready.result(0)
     else:

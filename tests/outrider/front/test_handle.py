@@ -14,18 +14,25 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from outrider.draft_worker.front.handle import Front
 from outrider.draft_worker.server import DraftWorkerConfig, serve
+from outrider.draft_worker.service import SERVICE
 from outrider.errors import CertificateError, WorkerUnavailable
+from outrider.front.handle import Front
 from outrider.health_command import check_health
+from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 
 _WORKER = """
-import asyncio, sys
+import asyncio
 from outrider.draft_worker.server import DraftWorkerConfig, serve
-config = DraftWorkerConfig(model_path=sys.argv[1], num_slots=64, max_num_seqs=2)
+from outrider.draft_worker.service import SERVICE
+config = DraftWorkerConfig(num_slots=64, max_num_seqs=2)
 asyncio.run(serve(config, ready=lambda address: print(address, flush=True)))
 """
+
+
+def a_front(tls: TlsConfig | None = None) -> Front:
+    return Front(SERVICE, role=Role.DRAFT, address="127.0.0.1:0", tls=tls)
 
 
 def _children(process: int) -> list[int]:
@@ -44,15 +51,15 @@ def _until_gone(process: int) -> None:
         time.sleep(0.02)
 
 
-async def test_a_taken_address_is_told_before_the_model_is_loaded(checkpoint: Path):
+async def test_a_taken_address_is_told_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await serve(DraftWorkerConfig(model_path=checkpoint, port=port))
+            await serve(DraftWorkerConfig(port=port))
 
 
 async def test_certificates_that_the_front_process_cannot_use_are_named(tmp_path: Path):
-    front = Front("127.0.0.1:0", TlsConfig(ca=tmp_path / "ca.pem", certificate=tmp_path / "a", key=tmp_path / "b"))
+    front = a_front(TlsConfig(ca=tmp_path / "ca.pem", certificate=tmp_path / "a", key=tmp_path / "b"))
     with contextlib.closing(front), pytest.raises(CertificateError, match=r"ca\.pem"):
         await front.listen()
 
@@ -60,7 +67,7 @@ async def test_certificates_that_the_front_process_cannot_use_are_named(tmp_path
 @pytest_asyncio.fixture
 async def serving_front() -> AsyncIterator[tuple[Front, int]]:
     before = set(_children(os.getpid()))
-    with contextlib.closing(Front("127.0.0.1:0", None)) as front:
+    with contextlib.closing(a_front()) as front:
         await front.listen()
         await front.start()
         (process,) = filter(_is_front, set(_children(os.getpid())) - before)
@@ -74,13 +81,13 @@ async def _nothing_to_drain() -> None:
 async def test_a_front_process_that_hangs_holds_up_no_stop(
     serving_front: tuple[Front, int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("outrider.draft_worker.front.handle._STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("outrider.front.handle._STOP_TIMEOUT_S", 0.05)
     front, process = serving_front
     os.kill(process, signal.SIGSTOP)
     async with asyncio.timeout(60):
         await front.stop(drain=_nothing_to_drain)
     assert not Path(f"/proc/{process}").exists()
-    # The growth thread, which may be amid a step, finds an end there, and no closed socket.
+    # The worker's thread, which may be amid a step, finds an end there, and no closed socket.
     assert front.data.recv(1) == b""
 
 
@@ -96,9 +103,9 @@ async def test_only_its_worker_tells_a_front_process_to_stop(serving_front: tupl
     assert not front.failed.done()
 
 
-async def test_a_worker_ends_with_its_front_process(checkpoint: Path):
+async def test_a_worker_ends_with_its_front_process():
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    config = DraftWorkerConfig(model_path=checkpoint, num_slots=64, max_num_seqs=2)
+    config = DraftWorkerConfig(num_slots=64, max_num_seqs=2)
     serving = asyncio.create_task(serve(config, ready=ready.set_result))
     async with asyncio.timeout(100):
         await ready
@@ -108,8 +115,8 @@ async def test_a_worker_ends_with_its_front_process(checkpoint: Path):
             await serving
 
 
-def test_a_front_process_ends_with_its_worker(checkpoint: Path):
-    command = [sys.executable, "-c", _WORKER, str(checkpoint)]
+def test_a_front_process_ends_with_its_worker():
+    command = [sys.executable, "-c", _WORKER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         address = worker.stdout.readline().strip()

@@ -1,9 +1,10 @@
-"""A process of its own that speaks gRPC for a draft worker, so that messages never take the interpreter from growth.
+"""A process of its own that speaks gRPC for a worker: messages never take the interpreter from the model's thread.
 
     handle   the process as the worker sees it: started, told what to do, and missed when it ends
-    process  what it runs: gRPC streams on one side, frames on the other
+    process  what it runs: gRPC calls on one side, frames on the other
     frames   what passes between the two
-    inbox    where the growth thread finds commands
+    inbox    where the thread that owns the model finds commands
+    calls    what makes commands of frames, and frames of answers
 
 Neither process outlives the other: the front process ends when its control socket closes, and the worker ends when the
 front process does.
@@ -23,8 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.descriptor import ServiceDescriptor
+
 from outrider.errors import CertificateError, WorkerUnavailable
 from outrider.log_output import JsonFormatter
+from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
@@ -32,7 +36,9 @@ logger = logging.getLogger(__name__)
 # On a busy machine a process takes long until it has imported gRPC.
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
-# What fits between the two without waiting: the growth of some hundred steps.
+# Steps or rounds of some ten milliseconds each.
+_MOST_WAITING = 16
+# What fits between the two without waiting: growth of some hundred steps, or results of as many rounds.
 _BUFFER_BYTES = 4 << 20
 
 
@@ -40,8 +46,11 @@ class Front:
     """A gRPC server in a process of its own; used as a `RoleServer` is.
 
     Args:
+        service: whose calls it takes.
+        role: of the worker, as its log names it.
         address: host:port to bind; port 0 takes a free one.
         tls: None serves in the clear.
+        most_waiting: messages of a stream that may wait to be read before its sessions rest.
 
     Attributes:
         address: with the port that was bound, once it listens.
@@ -49,9 +58,24 @@ class Front:
         failed: done when the process has ended unasked.
     """
 
-    def __init__(self, address: str, tls: TlsConfig | None) -> None:
+    def __init__(
+        self,
+        service: ServiceDescriptor,
+        *,
+        role: Role,
+        address: str,
+        tls: TlsConfig | None = None,
+        most_waiting: int = _MOST_WAITING,
+    ) -> None:
         self.address = address
         self._tls = tls
+        methods = [(method.name, method.client_streaming) for method in service.methods]
+        self._setup = {
+            "service": service.full_name,
+            "methods": methods,
+            "role": role.value,
+            "most_waiting": most_waiting,
+        }
         self.failed: Future[None] = Future()
         self.data, self._their_data = socket.socketpair()
         for end in (self.data, self._their_data):
@@ -78,7 +102,7 @@ class Front:
         logs_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
         reader, self._control = await asyncio.open_connection(sock=self._launch())
         self._reader = asyncio.create_task(self._read(reader))
-        found = await self._ask({
+        found = await self._ask(self._setup | {
             "address": self.address,
             "tls": None if self._tls is None else {name: str(path) for name, path in asdict(self._tls).items()},
             "log_level": logging.getLevelName(logger.getEffectiveLevel()).lower(),
@@ -93,13 +117,13 @@ class Front:
         await self._ask("serve")
 
     async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
-        """Health NOT_SERVING, then the drain, then every stream ends after what it has to send, and the process."""
+        """Health NOT_SERVING, then the drain, then every call ends after what it has to send, and the process."""
         self._is_stopping = True
         with contextlib.suppress(WorkerUnavailable):
             await self._ask("leave", _STOP_TIMEOUT_S)
         await drain()
         with contextlib.suppress(WorkerUnavailable, TimeoutError):
-            await self._ask("end streams", _STOP_TIMEOUT_S)
+            await self._ask("end calls", _STOP_TIMEOUT_S)
             assert self._reader is not None
             await asyncio.wait_for(self._reader, _STOP_TIMEOUT_S)
         self._end()
@@ -135,7 +159,7 @@ class Front:
         with theirs, self._their_data:
             descriptors = (theirs.fileno(), self._their_data.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "outrider.draft_worker.front.process", *map(str, descriptors)],
+                [sys.executable, "-m", "outrider.front.process", *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=_environment(),
@@ -177,5 +201,5 @@ class Front:
 
 def _environment() -> dict[str, str]:
     # It uses this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).absolute().parents[3]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).absolute().parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
