@@ -112,7 +112,7 @@ class RoundProgram:
     ) -> None:
         on_gpu, sessions = device.type == "cuda", config.max_sessions
         self._captures, self._is_capturing = captures and on_gpu, False
-        self._free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
+        self._memory_before = _device_memory(device) if on_gpu else None
         self._model, self.device, self.runs_ahead = model, device, self._captures
         self.pool = Pool.allocate(
             sessions=sessions,
@@ -424,10 +424,15 @@ class RoundProgram:
             self._capture(bucket, stream)
         self._forget_rounds()
         captured = time.perf_counter()
+        assert self._memory_before is not None, "graphs are a GPU's"
+        used = [
+            (now - before) / 1e9 for now, before in zip(_device_memory(self.device), self._memory_before, strict=True)
+        ]
         logger.info(
-            "%d CUDA graphs: compiled in %.1f s, captured in %.1f s; with what rounds read and write, %.2f GB",
+            "%d CUDA graphs: compiled in %.1f s, captured in %.1f s; with what rounds read and write, %.2f GB "
+            "(%.2f in tensors, %.2f kept by PyTorch for graphs and reuse, the rest the driver's)",
             2 * len(self._plain) + 3 * len(self._wide), compiled - began, captured - compiled,
-            (self._free_bytes - torch.cuda.mem_get_info(self.device)[0]) / 1e9,
+            used[0], used[1], used[2] - used[1],
         )  # fmt: skip
 
     def _compile(self) -> None:
@@ -503,3 +508,9 @@ class RoundProgram:
             torch.cuda.synchronize(self.device)
         for words in (self._rounds, self._tail, self.memory.early, self.memory.reports):
             words.zero_()
+
+
+def _device_memory(device: torch.device) -> tuple[int, int, int]:
+    """Bytes in use on the device, by whomever; of these, in this process's tensors; and what PyTorch has reserved."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
