@@ -98,8 +98,11 @@ for name in "$@"; do
                     --keep-cores-awake 4 --json "$out/draft_service_$shape.json"
             done ;;
         # A machine's cores are shared by what is started.
-        end-to-end) end_to_end end_to_end 280 --setups apart --sessions 1 16 64 4 --temperatures 0 1 --prepare 2.5 ;;
-        replicas) end_to_end replicas 150 --setups apart replicas --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
+        end-to-end) end_to_end end_to_end 280 --setups 1+1 --sessions 1 16 64 4 --temperatures 0 1 --prepare 2.5 ;;
+        replicas) end_to_end replicas 150 --setups 1+1 0+2 --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
+        # One draft for three targets, two for two, and none: tokens/s per GPU says how many targets a draft can feed.
+        four-gpus) end_to_end four_gpus 560 --gpus 4 --setups 1+1 1+3 2+2 0+4 --modes off async --sessions 64 128 192 \
+            --temperatures 0 1 --warm-up 1 --measure 2 ;;
         # Sanitizers see one short history of every kernel.
         pool) gpu_tests pool_tests tests/kernels/pool tests/outrider/engine/test_round_rings.py
             for tool in memcheck racecheck; do
@@ -118,7 +121,7 @@ for name in "$@"; do
                 --kv-bytes 32000000000 --draft-kv-bytes 12000000000 ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
         sources) if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then sources 2; else side_by_side sources 1; fi ;;
-        *) echo "$name is none of tests, ranks, draft, sources, end-to-end, replicas, one-gpu, pool, rounds" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, draft, sources, end-to-end, replicas, four-gpus, one-gpu, pool, rounds" >&2; exit 2 ;;
     esac
 done
 exit $failed

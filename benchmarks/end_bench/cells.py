@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from typing import Any, Self
 
 # Cells that a killed run should not have left out come first.
 _FIRST_MODES = ("off", "async", "sync")
+_COUNTED = re.compile(r"(\d)\+(\d)")
 
 
-class Setup(StrEnum):
-    """Which workers serve, and where they stand."""
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Which workers serve, and where they stand.
 
-    APART = "apart"
-    """The target on one GPU, the draft on another."""
-    SHARED = "shared"
-    """Target and draft on one and the same GPU."""
-    REPLICAS = "replicas"
-    """A target on each of two GPUs, no draft."""
-    THREE_TARGETS = "three targets"
-    """A target on each of three GPUs, and one draft for all of them on a fourth."""
+    Attributes:
+        name: as `named` takes it.
+        drafts, targets: workers, each on a GPU of its own unless there is one GPU.
+        on_one_gpu: whether all of them share one.
+        is_resident: whether the target grows drafts itself, by a draft model beside its own.
+    """
 
+    name: str
+    drafts: int
+    targets: int
+    on_one_gpu: bool = False
+    is_resident: bool = False
 
-BASES = (Setup.APART, Setup.SHARED)
-"""Those whose `off` others may be compared with: the first of them that is asked for."""
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """Return the setup of this name: `shared`, `resident`, or numbers of drafts and targets, such as `1+3`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name == "shared":
+            return cls(name=name, drafts=1, targets=1, on_one_gpu=True)
+        if name == "resident":
+            return cls(name=name, drafts=0, targets=1, on_one_gpu=True, is_resident=True)
+        counts = _COUNTED.fullmatch(name)
+        if counts is None or counts[2] == "0":
+            raise ValueError(f"{name}: shared, resident, or DRAFTS+TARGETS needed, such as 1+3")
+        return cls(name=name, drafts=int(counts[1]), targets=int(counts[2]))
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether anything drafts."""
+        return self.drafts > 0 or self.is_resident
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +63,7 @@ class Cell:
         rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
         turn: the cells of one turn are compared with each other.
+        target_gpus: of each target.
         most_gpus: that there are; workers of further ones share the last.
     """
 
@@ -49,30 +74,19 @@ class Cell:
     rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
     turn: int = 0
+    target_gpus: int = 1
     most_gpus: int = 4
 
     @property
     def gpus(self) -> int:
-        """That serve it: where nothing is drafted, the draft's does not count."""
-        return min(self._wanted_gpus, self.most_gpus)
-
-    @property
-    def _wanted_gpus(self) -> int:
-        if self.setup is Setup.THREE_TARGETS:
-            return 4
-        if self.setup is Setup.SHARED or (self.mode == "off" and self.setup is not Setup.REPLICAS):
-            return 1
-        return 2
-
-    @property
-    def targets(self) -> int:
-        """Target workers."""
-        return {Setup.REPLICAS: 2, Setup.THREE_TARGETS: 3}.get(self.setup, 1)
+        """That serve it: where nothing is drafted, the drafts' do not count."""
+        drafts = 0 if self.mode == "off" or self.setup.on_one_gpu else self.setup.drafts
+        return min(drafts + self.setup.targets * self.target_gpus, self.most_gpus)
 
     @property
     def name(self) -> str:
         """In a line of progress."""
-        parts = [f"{self.mode} {self.setup}"]
+        parts = [f"{self.mode} {self.setup.name}"]
         if self.rule != "coupled":
             parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
         return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
@@ -84,11 +98,12 @@ class Plan:
 
     Attributes:
         sessions, temperatures, modes: of the cells that are compared with each other.
-        setups: of the cells.
-        baselines_at: temperatures of the setups but apart.
+        setups: of the cells; the first with one target is the one that the others are compared with.
+        baselines_at: temperatures of the other setups.
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
         turns: how often all of it.
+        target_gpus: of each target.
         gpus: that there are.
     """
 
@@ -100,56 +115,52 @@ class Plan:
     rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
     turns: int = 1
+    target_gpus: int = 1
     gpus: int = 4
+
+    @property
+    def base(self) -> Setup | None:
+        """The setup that the others are compared with."""
+        return next((setup for setup in self.setups if setup.targets == 1), None)
 
 
 def cells_of(plan: Plan) -> list[Cell]:
     """All cells, turn after turn, those that the others are compared with first."""
-    cells = dict.fromkeys([*_compared(plan), *_baselines(plan), *_ruled(plan), *_synthetic(plan)])
-    return [replace(cell, turn=turn, most_gpus=plan.gpus) for turn in range(plan.turns) for cell in cells]
+    cells = [*_baselines(plan)] if plan.base is None else [*_compared(plan, plan.base), *_baselines(plan)]
+    return [
+        replace(cell, turn=turn, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
+        for turn in range(plan.turns)
+        for cell in dict.fromkeys(cells)
+    ]
 
 
-def _compared(plan: Plan) -> Iterator[Cell]:
-    base = next((setup for setup in BASES if setup in plan.setups), None)
-    if base is None:
-        return
-    modes = sorted(plan.modes, key=_FIRST_MODES.index)
+def _compared(plan: Plan, base: Setup) -> Iterator[Cell]:
+    def cell(mode: str, temperature: float, sessions: int, **more: Any) -> Cell:
+        return Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions, **more)
+
+    drafted = [mode for mode in _FIRST_MODES[1:] if mode in plan.modes]
     for temperature in plan.temperatures:
         for sessions in plan.sessions:
-            for mode in modes:
-                yield Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions)
-
-
-def _ruled(plan: Plan) -> Iterator[Cell]:
+            for mode in sorted(plan.modes, key=_FIRST_MODES.index):
+                yield cell(mode, temperature, sessions)
     for rule in plan.rules:
         for temperature in (temperature for temperature in plan.temperatures if temperature > 0):
             for sessions in plan.sessions:
-                for mode in (mode for mode in _FIRST_MODES[1:] if mode in plan.modes):
-                    yield Cell(setup=Setup.APART, mode=mode, temperature=temperature, sessions=sessions, rule=rule)
-
-
-def _synthetic(plan: Plan) -> Iterator[Cell]:
-    for sessions in plan.sessions if plan.synthetic else ():
-        for mode in (mode for mode in _FIRST_MODES[1:] if mode in plan.modes):
-            yield Cell(
-                setup=Setup.APART,
-                mode=mode,
-                temperature=plan.temperatures[0],
-                sessions=sessions,
-                rule="synthetic",
-                synthetic=plan.synthetic,
-            )
+                yield from (cell(mode, temperature, sessions, rule=rule) for mode in drafted)
+    if plan.synthetic:
+        for sessions in plan.sessions:
+            for mode in drafted:
+                yield cell(mode, plan.temperatures[0], sessions, rule="synthetic", synthetic=plan.synthetic)
 
 
 def _baselines(plan: Plan) -> Iterator[Cell]:
-    for temperature in plan.baselines_at:
-        for sessions in plan.sessions:
-            if Setup.REPLICAS in plan.setups and sessions > 1:
-                yield Cell(setup=Setup.REPLICAS, mode="off", temperature=temperature, sessions=sessions)
-            for setup in (Setup.THREE_TARGETS, Setup.SHARED):
-                for mode in _FIRST_MODES[1:] if setup in plan.setups else ():
-                    if mode in plan.modes:
-                        yield Cell(setup=setup, mode=mode, temperature=temperature, sessions=sessions)
+    for setup in (setup for setup in plan.setups if setup != plan.base):
+        modes = [mode for mode in _FIRST_MODES[1:] if mode in plan.modes] if setup.can_draft else ["off"]
+        for temperature in plan.baselines_at:
+            # With fewer sessions than targets some would have nothing to do.
+            for sessions in (sessions for sessions in plan.sessions if sessions >= setup.targets):
+                for mode in modes:
+                    yield Cell(setup=setup, mode=mode, temperature=temperature, sessions=sessions)
 
 
 def setups_of(cells: Iterable[Cell]) -> list[Setup]:

@@ -182,7 +182,7 @@ class Bench:
             first=0,
             sessions=cell.sessions,
             # Steps are numbered by target: of several, one is looked at.
-            traced=1 if cell.targets > 1 else min(cell.sessions, _TRACED),
+            traced=1 if cell.setup.targets > 1 else min(cell.sessions, _TRACED),
             mode=cell.mode,
             temperature=cell.temperature,
             rule=cast("Rule", cell.rule),

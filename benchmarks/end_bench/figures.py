@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.end_bench.cells import BASES, Cell
+from benchmarks.end_bench.cells import Cell
 from benchmarks.end_bench.driving import Driven, Round
 
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
@@ -90,8 +90,8 @@ class CellFigures:
         nodes: verified in one.
         sessions_per_step: in a step of a target.
         draft_steps_per_s: of the drafts, as they last reported them: to within a heartbeat.
-        reported_busy: share of the time that targets spent in steps by their last heartbeat's account, their mean.
-        draft_busy: likewise of drafts.
+        target_busy: share of the time that each target spent in steps by its last heartbeat's account.
+        draft_busy: likewise each draft.
         rounds: None where no two rounds were seen.
     """
 
@@ -106,8 +106,8 @@ class CellFigures:
     nodes: float
     sessions_per_step: float
     draft_steps_per_s: float
-    reported_busy: float
-    draft_busy: float
+    target_busy: tuple[float, ...]
+    draft_busy: tuple[float, ...]
     rounds: RoundFigures | None
 
     @classmethod
@@ -142,14 +142,14 @@ class CellFigures:
             nodes=nodes / max(verified, 1),
             sessions_per_step=verified / max(steps, 1),
             draft_steps_per_s=(_draft_steps(after) - _draft_steps(before)) / seconds,
-            reported_busy=_busy(after, registry_pb2.WORKER_ROLE_TARGET),
+            target_busy=_busy(after, registry_pb2.WORKER_ROLE_TARGET),
             draft_busy=_busy(after, registry_pb2.WORKER_ROLE_DRAFT),
             rounds=RoundFigures.of(requests, begin_s=begin_s, end_s=end_s),
         )
 
 
-def _busy(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> float:
-    return statistics.fmean([load.busy for load in _loads(info, role)] or [0.0])
+def _busy(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> tuple[float, ...]:
+    return tuple(load.busy for load in _loads(info, role))
 
 
 def _draft_steps(info: generation_pb2.ServerInfo) -> int:
@@ -165,7 +165,7 @@ def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
     plain = {
         (one.cell.turn, one.cell.sessions, one.cell.temperature): one.tokens_per_s
         for one in cells
-        if one.cell.mode == "off" and one.cell.setup in BASES
+        if one.cell.mode == "off" and one.cell.setup.targets == 1
     }
     rates = [plain.get((one.cell.turn, one.cell.sessions, one.cell.temperature)) for one in cells]
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]
@@ -185,5 +185,6 @@ def as_dicts(cells: Sequence[CellFigures], *, scale_to: float | None = None) -> 
         more: dict[str, Any] = {"gpus": one.cell.gpus, "speedup": speedup}
         if scale_to is not None and one.cell.mode != "off" and one.tpot_ms is not None:
             more["scaled_tpot_ms"] = one.tpot_ms * one.acceptance_length / scale_to
+        cell["setup"] = one.cell.setup.name
         found.append(cell | figures | more | (rounds or {"rounds": 0}))
     return found

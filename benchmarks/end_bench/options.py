@@ -46,6 +46,7 @@ def service_options(
         target=target,
         draft=draft,
         device=arguments.device,
+        target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
         worker_args=worker_args,
         target_args=arguments.target_args.split(),
@@ -66,10 +67,11 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         temperatures=arguments.temperatures,
         baselines_at=arguments.temperatures if arguments.baselines_at is None else arguments.baselines_at,
         modes=arguments.modes,
-        setups=[Setup(name) for name in arguments.setups],
+        setups=[Setup.named(name) for name in arguments.setups],
         rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
         turns=arguments.turns,
+        target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
     )
 
@@ -84,12 +86,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0, 0.6])
     add("--modes", nargs="+", default=["off", "async", "sync"], choices=("off", "async", "sync"))
     add(
-        "--setups", nargs="+", choices=[setup.value for setup in Setup],
-        help="target and draft apart, on one and the same GPU, two targets, and one draft for three targets on four "
-        "GPUs; default the first three on GPUs, apart on a CPU; without apart, shared has the off that others are "
-        "compared with",
+        "--setups", nargs="+", metavar="SETUP",
+        help="numbers of drafts and targets, each on a GPU of its own, such as 1+3; shared: a target and a draft "
+        "on one GPU; resident: a target that grows drafts itself. The first with one target has the off that others "
+        "are compared with. Default 1+1 shared 0+2 on GPUs, 1+1 on a CPU",
     )  # fmt: skip
-    add("--baselines-at", type=float, nargs="*", help="temperatures of shared and replicas; default all")
+    add("--baselines-at", type=float, nargs="*", help="temperatures of the other setups; default all")
     add(
         "--rules", nargs="*", default=[], choices=("target_only", "rejection"), help="also with these, not only coupled"
     )
@@ -102,6 +104,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--draft", type=Path, metavar="FOLDER")
     add("--scratch", type=Path, help="where widened checkpoints are written; default a temporary folder")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")
+    add("--target-gpus", type=int, default=1, help="of each target, which are tensor-parallel then")
     add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
     add("--dtype", choices=("float32", "bfloat16"))
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
@@ -125,9 +128,15 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         parser.error("--target and --draft: give both folders or none")
     if options.gpus < 1:
         parser.error(f"--gpus: {options.gpus} given, 1 or more needed")
+    if options.target_gpus < 1:
+        parser.error(f"--target-gpus: {options.target_gpus} given, 1 or more needed")
     on_gpu = options.device != "cpu"
     if options.setups is None:
-        options.setups = ["apart", "shared", "replicas"] if on_gpu else ["apart"]
+        options.setups = ["1+1", "shared", "0+2"] if on_gpu else ["1+1"]
+    try:
+        plan_of(options)
+    except ValueError as error:
+        parser.error(f"--setups: {error}")
     if options.kv_bytes is None and on_gpu:
         # Several workers share a GPU: none may take what is free.
         options.kv_bytes = 16 << 30

@@ -12,6 +12,7 @@ from benchmarks.end_bench.cells import Setup
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
+from outrider.models import embedded_draft_path
 from outrider.role_process import RoleProcess, prepare_forks, stop_all
 
 _POLL_S = 0.05
@@ -23,23 +24,37 @@ class Place:
 
     Attributes:
         role: target or draft.
-        gpu: it runs on.
-        setups: it serves.
+        gpus: it runs on.
+        is_resident: whether it is a target with a draft model beside its own.
     """
 
     role: str
-    gpu: int
-    setups: frozenset[Setup]
+    gpus: tuple[int, ...]
+    is_resident: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its process."""
+        return f"{'resident' if self.is_resident else self.role}-{self.gpus[0]}"
 
 
-PLACES = {
-    "target-0": Place(role="target", gpu=0, setups=frozenset(Setup)),
-    "target-1": Place(role="target", gpu=1, setups=frozenset({Setup.REPLICAS, Setup.THREE_TARGETS})),
-    "target-2": Place(role="target", gpu=2, setups=frozenset({Setup.THREE_TARGETS})),
-    "draft-1": Place(role="draft", gpu=1, setups=frozenset({Setup.APART})),
-    "draft-0": Place(role="draft", gpu=0, setups=frozenset({Setup.SHARED})),
-    "draft-3": Place(role="draft", gpu=3, setups=frozenset({Setup.THREE_TARGETS})),
-}
+def places_of(setup: Setup, *, target_gpus: int = 1) -> list[Place]:
+    """Return the workers of a setup: targets on the first GPUs, drafts on those behind.
+
+    Args:
+        setup: that they serve.
+        target_gpus: of each target.
+    """
+    targets = [
+        Place(
+            role="target",
+            gpus=tuple(range(number * target_gpus, (number + 1) * target_gpus)),
+            is_resident=setup.is_resident,
+        )
+        for number in range(setup.targets)
+    ]
+    behind = 0 if setup.on_one_gpu else setup.targets * target_gpus
+    return targets + [Place(role="draft", gpus=(behind + number,)) for number in range(setup.drafts)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +64,7 @@ class ServiceOptions:
     Attributes:
         target, draft: checkpoint folders; None for the embedded models.
         device: cpu, or cuda: then every worker sees its own GPU alone.
+        target_gpus: of each target.
         gpus: that there are; workers of further ones share the last.
         worker_args: of both kinds of workers.
         target_args, draft_args, coordinator_args: further ones.
@@ -58,6 +74,7 @@ class ServiceOptions:
     target: Path | None
     draft: Path | None
     device: str
+    target_gpus: int = 1
     gpus: int = 4
     worker_args: Sequence[str] = ()
     target_args: Sequence[str] = ()
@@ -122,37 +139,40 @@ class Services:
         options = self._options
         coordinators: dict[Setup, RoleProcess] = {}
         for setup in self._setups:
-            name = f"coordinator of {setup}"
+            name = f"coordinator of {setup.name}"
             arguments = ["--port", "0", *_model(options.target), *options.coordinator_args]
             coordinators[setup] = self._roles[name] = RoleProcess(name, "coordinator", arguments)
         if not options.device.startswith("cuda"):
             prepare_forks()
         for setup, coordinator in coordinators.items():
             self.endpoints[setup] = coordinator.await_ready(deadline)
-        wanted = dict.fromkeys(self._setups, 0)
-        for name, place in PLACES.items():
-            served = [setup for setup in self._setups if setup in place.setups]
-            if served:
-                self._start_worker(name, place, served)
-            for setup in served:
-                wanted[setup] += 1
-        for setup, count in wanted.items():
-            self._await_workers(self.endpoints[setup], count, deadline)
+        served: dict[Place, list[Setup]] = {}
+        for setup in self._setups:
+            for place in places_of(setup, target_gpus=options.target_gpus):
+                served.setdefault(place, []).append(setup)
+        for place, setups in served.items():
+            self._start_worker(place, setups)
+        for setup in self._setups:
+            self._await_workers(self.endpoints[setup], setup.targets + setup.drafts, deadline)
 
-    def _start_worker(self, name: str, place: Place, served: Sequence[Setup]) -> None:
+    def _start_worker(self, place: Place, served: Sequence[Setup]) -> None:
         options = self._options
-        on_gpu = options.device.startswith("cuda")
+        on_gpu, is_target = options.device.startswith("cuda"), place.role == "target"
         arguments = ["--device", "cuda:0" if on_gpu else options.device, *options.worker_args]
-        arguments += options.target_args if place.role == "target" else options.draft_args
-        arguments += _model(options.target if place.role == "target" else options.draft)
+        arguments += options.target_args if is_target else options.draft_args
+        arguments += _model(options.target if is_target else options.draft)
+        if is_target and len(place.gpus) > 1:
+            arguments += ["--tensor-parallel-size", str(len(place.gpus))]
+        if place.is_resident:
+            arguments += ["--draft-model", str(options.draft or embedded_draft_path())]
         for setup in served:
             arguments += ["--coordinators", self.endpoints[setup]]
-        environment = {"CUDA_VISIBLE_DEVICES": str(min(place.gpu, options.gpus - 1))} if on_gpu else {}
-        self._roles[name] = RoleProcess(
-            name,
+        gpus = sorted({min(gpu, options.gpus - 1) for gpu in place.gpus})
+        self._roles[place.name] = RoleProcess(
+            place.name,
             f"{place.role}-worker",
             arguments,
-            environment=environment,
+            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if on_gpu else {},
             # Workers on GPUs are started as a deployment over several machines would.
             forked=not on_gpu,
         )

@@ -13,47 +13,50 @@ from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
 from benchmarks.end_bench.plots import draw
-from benchmarks.end_bench.services import PLACES
+from benchmarks.end_bench.services import places_of
 
 from outrider.v1 import generation_pb2, registry_pb2
 
 MS = 1_000_000
 
 
+APART, SHARED, REPLICAS, RESIDENT = map(Setup.named, ("1+1", "shared", "0+2", "resident"))
+THREE_TARGETS = Setup.named("1+3")
+
+
 def plan(**changes: Any) -> Plan:
-    return Plan(
-        **{"sessions": [4], "temperatures": [0.0], "modes": ["async", "off"], "setups": [Setup.APART]} | changes
-    )
+    return Plan(**{"sessions": [4], "temperatures": [0.0], "modes": ["async", "off"], "setups": [APART]} | changes)
 
 
 def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first():
-    assert [(cell.setup, cell.mode) for cell in cells_of(plan())] == [(Setup.APART, "off"), (Setup.APART, "async")]
-    everything = plan(setups=list(Setup), baselines_at=[1.0], synthetic=(0.5,))
+    assert [(cell.setup, cell.mode) for cell in cells_of(plan())] == [(APART, "off"), (APART, "async")]
+    everything = plan(setups=[REPLICAS, APART, THREE_TARGETS, SHARED, RESIDENT], baselines_at=[1.0], synthetic=(0.5,))
     found = [(cell.setup, cell.mode, cell.synthetic, cell.gpus) for cell in cells_of(everything)]
     assert found[2:] == [
-        (Setup.REPLICAS, "off", (), 2),
-        (Setup.THREE_TARGETS, "async", (), 4),
-        (Setup.SHARED, "async", (), 1),
-        (Setup.APART, "async", (0.5,), 2),
+        (APART, "async", (0.5,), 2),
+        (REPLICAS, "off", (), 2),
+        (THREE_TARGETS, "async", (), 4),
+        (SHARED, "async", (), 1),
+        (RESIDENT, "async", (), 1),
     ]
     ruled = cells_of(plan(temperatures=[0.0, 0.5], rules=["rejection"]))
     assert [(cell.rule, cell.temperature, cell.mode) for cell in ruled[4:]] == [("rejection", 0.5, "async")]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
     assert [cell.gpus for cell in cells_of(plan(gpus=1))] == [1, 1]
-    alone = cells_of(plan(setups=[Setup.SHARED], baselines_at=[0.0]))
-    assert [(cell.setup, cell.mode, cell.gpus) for cell in alone] == [
-        (Setup.SHARED, "off", 1),
-        (Setup.SHARED, "async", 1),
-    ]
+    # Two drafts for one target of two GPUs.
+    assert [cell.gpus for cell in cells_of(plan(setups=[Setup.named("2+1")], target_gpus=2))] == [2, 4]
+    alone = cells_of(plan(setups=[SHARED], baselines_at=[0.0]))
+    assert [(cell.setup, cell.mode, cell.gpus) for cell in alone] == [(SHARED, "off", 1), (SHARED, "async", 1)]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
-    assert setups_of(cells_of(everything)) == [Setup.APART, Setup.REPLICAS, Setup.THREE_TARGETS, Setup.SHARED]
+    assert [cell.sessions for cell in cells_of(plan(setups=[REPLICAS], baselines_at=[0.0], sessions=[1, 2]))] == [2]
+    assert setups_of(cells_of(everything)) == [APART, REPLICAS, THREE_TARGETS, SHARED, RESIDENT]
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
 
 
 def test_the_command_line_fills_in_what_a_device_can_do():
-    assert plan_of(parse([])).setups == [Setup.APART]
+    assert plan_of(parse([])).setups == [APART]
     on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
-    assert plan_of(on_gpu).setups == [Setup.APART, Setup.SHARED, Setup.REPLICAS]
+    assert plan_of(on_gpu).setups == [APART, SHARED, REPLICAS]
     assert plan_of(on_gpu).baselines_at == [0, 1]
     options = service_options(
         parse(["--sessions", "1", "8", "--dtype", "float32"]), None, None, coordinators=3, most_s=7
@@ -65,13 +68,19 @@ def test_the_command_line_fills_in_what_a_device_can_do():
         parse(["--target", "somewhere"])
 
 
-def test_every_setup_has_its_workers():
-    for setup in Setup:
-        served = [place for place in PLACES.values() if setup in place.setups]
-        targets = [place for place in served if place.role == "target"]
-        assert len(targets) == Cell(setup=setup, mode="async", temperature=0, sessions=1).targets
-        assert len(served) - len(targets) == (setup is not Setup.REPLICAS)
-        assert len({place.gpu for place in served}) == (1 if setup is Setup.SHARED else len(served))
+def test_workers_stand_on_gpus_of_their_own_unless_there_is_one():
+    def standing(name: str, **options: int) -> list[tuple[str, tuple[int, ...]]]:
+        return [(place.name, place.gpus) for place in places_of(Setup.named(name), **options)]
+
+    assert standing("1+3") == [("target-0", (0,)), ("target-1", (1,)), ("target-2", (2,)), ("draft-3", (3,))]
+    assert standing("2+1", target_gpus=2) == [("target-0", (0, 1)), ("draft-2", (2,)), ("draft-3", (3,))]
+    assert standing("shared") == [("target-0", (0,)), ("draft-0", (0,))]
+    assert standing("resident") == [("resident-0", (0,))]
+    for name in ("1+0", "many", "", "1+3+1"):
+        with pytest.raises(ValueError, match="shared, resident, or DRAFTS"):
+            Setup.named(name)
+    with pytest.raises(SystemExit):
+        parse(["--setups", "apart"])
 
 
 def test_long_prompts_are_made_of_several():
@@ -126,19 +135,19 @@ def figures(setup: Setup, mode: str, tokens: int, **changes: Any) -> CellFigures
 
 def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
     cells = [
-        figures(Setup.APART, "off", 99),
-        figures(Setup.APART, "async", 299),
-        figures(Setup.SHARED, "sync", 149),
-        figures(Setup.REPLICAS, "off", 199, turn=1),
+        figures(APART, "off", 99),
+        figures(APART, "async", 299),
+        figures(SHARED, "sync", 149),
+        figures(REPLICAS, "off", 199, turn=1),
     ]
     found = as_dicts(cells)
     assert [cell["speedup"] for cell in found] == [1.0, 3.0, 1.5, None]
     assert [cell["tokens_per_s_per_gpu"] for cell in found] == [50, 75, 75, 50]
     assert (found[1]["acceptance_length"], found[1]["sessions_per_step"], found[1]["tpot_ms"]) == (2.5, 2.0, 6.0)
-    assert [found[1][name] for name in ("draft_steps_per_s", "reported_busy", "draft_busy")] == [300, 0.75, 0.5]
+    assert [found[1][name] for name in ("draft_steps_per_s", "target_busy", "draft_busy")] == [300, (0.75,), (0.5,)]
     scaled = as_dicts(cells, scale_to=5.0)
     assert [cell.get("scaled_tpot_ms") for cell in scaled] == [None, 3.0, 3.0, None]
-    assert json.loads(json.dumps(found))[1]["setup"] == "apart"
+    assert json.loads(json.dumps(found))[1]["setup"] == "1+1"
 
 
 def test_requests_of_a_session_differ_and_repeat_in_another_run():
@@ -177,10 +186,7 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
 def test_plots_are_drawn_from_a_report(tmp_path: Path):
     pytest.importorskip("matplotlib")
     cells = [
-        figures(Setup.APART, mode, 9, temperature=t, sessions=n)
-        for mode in ("off", "async")
-        for t in (0, 1)
-        for n in (1, 4)
+        figures(APART, mode, 9, temperature=t, sessions=n) for mode in ("off", "async") for t in (0, 1) for n in (1, 4)
     ]
     paths = draw(json.loads(json.dumps(as_dicts(cells))), tmp_path / "plots", "title")
     assert len(paths) == 5
