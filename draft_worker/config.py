@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from outrider.addresses import check_coordinators
-from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.ngram.options import MatchType, check_ngram_options
+from outrider.drafting.config import GrowthConfig
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_draft_path
