@@ -2,6 +2,7 @@
 
     read        results of the last round that has ended, bucket and time for the next
     plan        slots for sessions that run, and for those that wait to begin
+    grow        steps of a resident drafter, as many as pay
     launch      the next round, with the next parts of prompts
 
 Commands (`open`, `grow`, `limit`, `close`) become records of the device's inbox, and take part in the next round that
@@ -70,11 +71,12 @@ class _Chunk:
 
 @dataclass(kw_only=True, eq=False)
 class _Launched:
-    """A round under way: its bucket, its chunks, and the sum of the values that it verifies."""
+    """A round under way: its bucket, its chunks, growth steps before it, and the sum of the values that it verifies."""
 
     bucket: int
     level: Level
     chunks: list[_Chunk]
+    growth_steps: int = 0
     expected: float = 0.0
 
 
@@ -103,6 +105,7 @@ class RoundLoop:
     ) -> None:
         self._runner, self._config = runner, config
         self._program = program or RoundProgram.of_runner(runner, config)
+        self._drafter = self._program.drafter
         report_stage("warming up (compiles the first time)")
         self._program.warm_up()
         self._inbox = Inbox(self._program.memory, rows=config.max_sessions)
@@ -219,6 +222,7 @@ class RoundLoop:
             sync_wait_ns=1_000_000 * request.sync_wait_ms,
             max_nodes=request.max_nodes,
             max_depth=request.max_depth,
+            sources=request.sources,
             is_alone=request.is_alone,
             # Until it is its turn: the rounds under way may be those of one that is alone.
             is_aside=request.is_alone or any(other.is_alone for other in self._sessions.values()),
@@ -411,10 +415,18 @@ class RoundLoop:
         tokens = int(columns[ReportColumn.TOKENS].sum())
         bucket = launched.bucket if launched.level is Level.PLAIN else None
         round_ns = ended - max(began, self._ended_ns)
-        self._times.note(bucket, shape, round_ns, tokens=tokens)
+        growth_steps = [] if self._drafter is None else self._drafter.read(launched.growth_steps)
+        drafted_ns = sum(step_ns for _, step_ns in growth_steps)
+        self._times.note(bucket, shape, round_ns, tokens=tokens, drafted_ns=drafted_ns)
         self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
         self._ended_ns, self._verified_rows = ended, read.verified_rows
-        return self._times.plain_ns(bucket, shape, round_ns, sessions=read.sessions)
+        plain_ns = self._times.plain_ns(bucket, shape, round_ns, sessions=read.sessions)
+        if self._drafter is not None and read.sessions and not shape.prefill_rows:
+            accepted = int(columns[ReportColumn.ACCEPTED].sum())
+            self._drafter.pace.note_round(
+                tokens=tokens, accepted=accepted, round_ns=round_ns, plain_ns=plain_ns, steps=growth_steps
+            )
+        return plain_ns
 
     def _session_of(self, read: RoundReport, number: int) -> Session | None:
         """The session of a report's column; None if its row has been closed since."""
@@ -454,10 +466,12 @@ class RoundLoop:
                 finish = _end_at_stop(session, tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
+            if self._drafter is not None:
+                self._drafter.commit(session.row, tokens)
             self._admission.grow_known(session)
         if finish is Finish.NONE:
             fault = fit_fault(session.length, self._kv.slots.num_slots)
-        lost = int(read.columns[ReportColumn.LOST, number])
+        lost = self._lost(session, int(read.columns[ReportColumn.LOST, number]))
         if tokens or lost or fault is not None:
             result = SessionResult(
                 key=session.key,
@@ -478,6 +492,15 @@ class RoundLoop:
             self._results.append(result)
         if finish is not Finish.NONE or fault is not None:
             self._end(session, remembers=finish is not Finish.FAULT)
+
+    def _lost(self, session: Session, lost: int) -> int:
+        """Return the bit set over draft workers' places with lost growth. A resident drafter begins its tree anew."""
+        if self._drafter is not None and lost >> self._drafter.place:
+            records = Records()
+            records.forget(session.row, session.generation, place=self._drafter.place)
+            records.resent(session.row, session.generation, place=self._drafter.place)
+            self._inbox.put(records.array())
+        return lost & (1 << self._config.places) - 1
 
     def _plan(self) -> None:
         """Hand out rows and slots; sessions that have begun again learn that their trees are to be sent again."""
@@ -583,8 +606,13 @@ class RoundLoop:
             bucket = self._times.choose(self._gains, sessions=len(running), prefill=prefill)
             least_value = max(self._times.least_value, self._config.least_value)
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
+        growth_steps = 0
+        if self._drafter is not None:
+            growth_steps = self._drafter.grow([one for one in self._by_row if one is not None and one.may_grow])
         bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
-        self._launched.append(_Launched(bucket=bucket, level=self._level, chunks=planned))
+        self._launched.append(
+            _Launched(bucket=bucket, level=self._level, chunks=planned, growth_steps=growth_steps)
+        )  # fmt: skip
         self._rounds.launched()
 
     def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:
