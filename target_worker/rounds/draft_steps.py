@@ -22,6 +22,7 @@ MOST_STEPS, _FIRST_STEPS = 8, 4
 _RATE_SHARE, _STEP_SHARE, _YIELD_SHARE = 0.1, 0.1, 0.05
 # What a step expands beyond the one before it, and the yield, before anything was measured.
 _PRIOR_DECAY, _PRIOR_YIELD = 0.8, 0.6
+_LEAST_EXPANDED = 1e-3
 # Part of the rounds' time for steps that are not known to pay; no more is saved up than several steps take.
 _EXPLORED, _MOST_SAVED_STEPS = 0.01, 4
 
@@ -84,7 +85,8 @@ class DraftSteps:
         self._time_ns += share * (time_ns - self._time_ns)
         gained = accepted - self._tokens / max(self._time_ns, 1.0) * (round_ns - plain_ns)
         expanded = sum(value for value, _ in steps)
-        self._gained += _YIELD_SHARE * (gained - self._gained)
-        self._expanded += _YIELD_SHARE * (expanded - self._expanded)
-        self._expanded = max(self._expanded, 1e-3)
+        # Rounds without growth say nothing of it.
+        if gained or expanded:
+            self._gained += _YIELD_SHARE * (gained - self._gained)
+            self._expanded = max(self._expanded + _YIELD_SHARE * (expanded - self._expanded), _LEAST_EXPANDED)
         self._saved_ns = min(self._saved_ns + _EXPLORED * time_ns, _MOST_SAVED_STEPS * self._step_ns)
