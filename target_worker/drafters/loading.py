@@ -11,7 +11,7 @@ from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.errors import CheckpointError
 from outrider.target_worker.drafters.model import DraftModel
 
-# Nodes of a session's tree that stay; half a pool, so that growth of draft workers has room beside them.
+# Nodes of a session's tree: half a pool.
 _LIVE_NODES = 128
 
 

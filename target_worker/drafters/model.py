@@ -105,7 +105,6 @@ class ResidentProgram(GrowthProgram):
             ahead=_ROUNDS_AHEAD * MOST_STEPS + 1,
         )
         self._target, self._place = pool, place
-        self.is_drafted = self._column(pool.sessions)
         self._followed, self._follow_verdicts = self._column(records, WORDS), self._column(records)
         most = self.lines * self.branching
         self._growth, self._growth_verdicts, self._growth_count = (
@@ -118,9 +117,9 @@ class ResidentProgram(GrowthProgram):
         self, records: torch.Tensor, count: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
         """Do in the drafter's pool what a round has done in the target's: its records, then its commits."""
-        follow_records(
-            records, count, self.is_drafted, self._followed, place=self._place, longest=self.pool.max_len
-        )  # fmt: skip
+        # A session that may have no nodes is not drafted.
+        is_drafted, longest = self.pool.max_nodes, self.pool.max_len
+        follow_records(records, count, is_drafted, self._followed, place=self._place, longest=longest)
         graft(self.pool, self._followed, count, self._follow_verdicts, self._no_commits, self._num_none)
         self._commit(tokens, num_tokens)
 
@@ -166,7 +165,7 @@ class ResidentModel:
 
     def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
         growth = draft.growth
-        self.place, self._growth = place, growth
+        self.place, self._growth, self._capacity = place, growth, pool.capacity
         self.calibration = AcceptanceCalibration(
             branching=max(growth.branching, 2),
             prior_strength=growth.prior_strength,
@@ -201,10 +200,11 @@ class ResidentModel:
             session.history[: session.length],
             prompt_len=session.prompt_len,
             stop_ids=session.stop_token_ids,
-            max_nodes=max(self._growth.max_live_nodes, program.branching),
+            # Half a pool: draft workers have the rest.
+            max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching)
+            * session.is_drafted,
             max_depth=min(session.max_depth, self._growth.capacity),
         )
-        program.is_drafted[row] = int(session.is_drafted)
 
     def follow(
         self, records: torch.Tensor, count: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor
@@ -255,17 +255,19 @@ class ResidentModel:
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
         self._early[number] = gains, min(needed, in_step)
-        if not rows:
-            self.pace.note_step(number, expanded=0.0, sessions=sessions, step_ns=ended - began)
-            return 0.0, ended - began
-        self.steps += 1
-        program.times_ns[bucket] += _TIME_SHARE * (ended - began - program.times_ns[bucket])
-        columns = words.view(np.int32).copy()
-        parents = columns[2 * program.lines :][:lines]
-        self._expansions.read(columns, lines, self._is_sent, self._ids_used)
-        expanded = np.count_nonzero(parents == 0) + max(int(gains[bucket]), 0) / GAIN_SCALE
-        self.pace.note_step(number, expanded=expanded, sessions=sessions, step_ns=ended - began)
-        return expanded, ended - began
+        step_ns, expanded = ended - began, 0.0
+        if rows:
+            self.steps += 1
+            program.times_ns[bucket] += _TIME_SHARE * (step_ns - program.times_ns[bucket])
+            columns = words.view(np.int32).copy()
+            self._expansions.read(columns, lines, self._is_sent, self._ids_used)
+            roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
+            expanded = roots + max(int(gains[bucket]), 0) / GAIN_SCALE
+        if rows - lines > lines:
+            self.pace.note_prefill(step_ns)
+        else:
+            self.pace.note_step(number, expanded=expanded, sessions=sessions, step_ns=step_ns)
+        return expanded, step_ns
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the calibration what a round has committed, once the steps before it have been read."""

@@ -67,6 +67,10 @@ class DraftSteps:
         share = _STEP_SHARE if self._step_ns else 1.0
         self._step_ns += share * (step_ns - self._step_ns)
 
+    def note_prefill(self, step_ns: int) -> None:
+        """Take note of a step that has computed prompts for the most part: what it is worth comes with later ones."""
+        self._saved_ns = max(self._saved_ns - max(step_ns - self._step_ns, 0.0), -_MOST_SAVED_STEPS * self._step_ns)
+
     def note_round(
         self, *, tokens: int, accepted: int, round_ns: int, plain_ns: int, steps: Sequence[tuple[float, int]]
     ) -> None:

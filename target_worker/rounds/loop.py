@@ -27,6 +27,7 @@ from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
+from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
@@ -57,6 +58,8 @@ from outrider.wire import split_by_counts
 # Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
 # prefill always moves.
 _CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
+# Where a round has left a tree that has not got the last token.
+_LEFT = (TreeEnd.MISSED, TreeEnd.STARVED)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -471,7 +474,7 @@ class RoundLoop:
             self._admission.grow_known(session)
         if finish is Finish.NONE:
             fault = fit_fault(session.length, self._kv.slots.num_slots)
-        lost = self._lost(session, int(read.columns[ReportColumn.LOST, number]))
+        lost = self._lost(session, number, read)
         if tokens or lost or fault is not None:
             result = SessionResult(
                 key=session.key,
@@ -493,12 +496,16 @@ class RoundLoop:
         if finish is not Finish.NONE or fault is not None:
             self._end(session, remembers=finish is not Finish.FAULT)
 
-    def _lost(self, session: Session, lost: int) -> int:
-        """Return the bit set over draft workers' places with lost growth. A resident drafter begins its tree anew."""
-        if self._drafter is not None and lost >> self._drafter.place:
+    def _lost(self, session: Session, number: int, read: RoundReport) -> int:
+        """Return the bit set over draft workers' places with lost growth.
+
+        A resident drafter whose growth was lost begins its tree anew, once the round has left the tree that there is.
+        """
+        lost, drafter = int(read.columns[ReportColumn.LOST, number]), self._drafter
+        if drafter is not None and lost >> drafter.place and read.tree_end(number) in _LEFT:
             records = Records()
-            records.forget(session.row, session.generation, place=self._drafter.place)
-            records.resent(session.row, session.generation, place=self._drafter.place)
+            records.forget(session.row, session.generation, place=drafter.place)
+            records.resent(session.row, session.generation, place=drafter.place)
             self._inbox.put(records.array())
         return lost & (1 << self._config.places) - 1
 

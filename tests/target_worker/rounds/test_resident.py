@@ -170,6 +170,19 @@ def test_sessions_that_are_not_drafted_have_plain_rounds(resident: Resident, cha
     assert resident.drafter.steps == steps
 
 
+def test_a_session_without_speculation_is_not_drafted_beside_one_with(resident: Resident):
+    for number, mode in enumerate((SpeculationMode.OFF, SpeculationMode.ASYNC)):
+        resident.loop.open(replace(open_request(number, GREEDY), mode=mode))
+    selected, open_rows = [0, 0], set[int]()
+    while resident.loop.has_work:
+        for result in resident.loop.turn():
+            selected[result.key[1]] += result.selected
+        resident.check_pools()
+        open_rows.add(int((resident.drafter.pool.state != RowState.EMPTY).sum()))
+    assert selected[0] == 0 < selected[1]
+    assert max(open_rows) == 1
+
+
 def test_growth_of_others_joins_the_same_trees(resident: Resident, reference_model):
     wanted = plain_decode(reference_model, PROMPT, GREEDY).tokens
     driver = Driver(resident.loop, seed=4)
@@ -182,21 +195,25 @@ def test_growth_of_others_joins_the_same_trees(resident: Resident, reference_mod
     assert any(kinds & 1 for kinds in drafters)
 
 
-def test_a_full_pool_makes_the_drafter_begin_anew(checkpoint: Path, draft_folder: Path, reference_model):
-    resident = Resident(checkpoint, draft_folder, capacity=32, max_session_rows=4, max_step_rows=32)
-    spec = replace(GREEDY, max_new_tokens=60)
+def test_lost_growth_makes_the_drafter_begin_anew(checkpoint: Path, reference_model):
+    # A drafter that is always right never begins anew by itself.
+    sizes = {"capacity": 32, "max_session_rows": 4, "max_step_rows": 32}
+    resident = Resident(checkpoint, checkpoint, steps=8, **sizes)
+    spec = replace(GREEDY, max_new_tokens=80)
     wanted = plain_decode(reference_model, PROMPT, spec).tokens
-    driver = Driver(resident.loop, seed=4)
+    driver = Driver(resident.loop)
     decoded = driver.open(1, spec, wanted, no_tree)
+    # Another's nodes below a path that takes several rounds: no room for what the drafter grows there.
+    filling = [token for token in range(61) if token != wanted[6]][:26]
+    driver.grow(1, (wanted[:6] + filling, [0, 1, 2, 3, 4, 5, *[6] * 26]), as_of=len(PROMPT))
     was_lost = False
     while resident.loop.has_work:
         driver.turn()
-        was_lost |= bool(resident.program.pool.lost.any())
-        assert all(result.lost == 0 for result in decoded.results)
+        was_lost |= bool(resident.program.pool.lost[:, resident.drafter.place].any())
     assert decoded.tokens == wanted
-    assert was_lost
-    late = decoded.results[len(decoded.results) // 2 :]
-    assert sum(result.accepted for result in late) > 0
+    assert was_lost and not resident.program.pool.lost[:, resident.drafter.place].any()
+    assert all(result.lost == 0 for result in decoded.results)
+    assert all(result.accepted >= 2 for result in decoded.results[5:])
     resident.check_empty()
 
 
