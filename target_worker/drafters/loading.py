@@ -69,8 +69,15 @@ def load_draft(target: ModelRunner, folder: Path) -> DraftModel:
 
 
 def check_fits(folder: Path, draft: ModelCard, target: ModelCard) -> None:
-    """Raise CheckpointError, with the field, if a draft model has other token ids than the target."""
-    for field in ("vocab_size", "tokenizer_hash"):
-        given, needed = getattr(draft, field), getattr(target, field)
-        if given != needed and given and needed:
-            raise CheckpointError(f"{folder}: draft_model: {field} {given} given, {needed} (the target's) needed")
+    """Raise CheckpointError, with the field, if a draft model has other token ids than the target.
+
+    A target's vocabulary may be padded wider.
+    """
+    if draft.vocab_size > target.vocab_size:
+        given, needed = draft.vocab_size, target.vocab_size
+        raise CheckpointError(
+            f"{folder}: draft_model: vocab_size {given} given, at most {needed} (the target's) needed"
+        )
+    given, needed = draft.tokenizer_hash, target.tokenizer_hash
+    if given and needed and given != needed:
+        raise CheckpointError(f"{folder}: draft_model: tokenizer_hash {given} given, {needed} (the target's) needed")

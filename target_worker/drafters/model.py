@@ -117,6 +117,8 @@ class ResidentProgram(GrowthProgram):
         self, records: torch.Tensor, count: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
         """Do in the drafter's pool what a round has done in the target's: its records, then its commits."""
+        # The target's vocabulary may be wider: padding, which is as good as never chosen.
+        tokens = tokens.clamp(max=self._vocab_size - 1)
         # A session that may have no nodes is not drafted.
         is_drafted, longest = self.pool.max_nodes, self.pool.max_len
         follow_records(records, count, is_drafted, self._followed, place=self._place, longest=longest)
@@ -171,7 +173,7 @@ class ResidentModel:
             prior_strength=growth.prior_strength,
             decay=growth.calibration_decay,
         )
-        self.pace, self.steps = DraftSteps(), 0
+        self.pace, self.steps, self._vocab_size = DraftSteps(), 0, draft.vocab_size
         self._program = ResidentProgram(draft, self.calibration, pool, place=place, records=records)
         self.pool = self._program.pool
         self._expansions = Expansions(pool.sessions, self._program.lines, self._program.branching)
@@ -197,7 +199,7 @@ class ResidentModel:
         program.describe_row(
             row,
             session.sampling,
-            session.history[: session.length],
+            np.minimum(session.history[: session.length], self._vocab_size - 1),
             prompt_len=session.prompt_len,
             stop_ids=session.stop_token_ids,
             # Half a pool: draft workers have the rest.

@@ -1,5 +1,6 @@
 """A draft model beside a target: the memory that is left to it, and whether it fits."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,18 @@ def test_a_draft_with_a_shorter_context_drafts_as_far_as_that(checkpoint: Path, 
     assert draft.growth.max_model_len == 40
 
 
-def test_a_draft_of_another_vocabulary_is_refused(checkpoint: Path, tmp_path: Path):
-    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 60})).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"draft_model: vocab_size 60 given, 61 \(the target's\) needed"):
-        load_draft(ModelRunner(EngineConfig(model_path=checkpoint, num_slots=100)), tmp_path)
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        (r"vocab_size 62 given, at most 61 \(the target's\)", {"vocab_size": 62}),
+        (r"tokenizer_hash \w+ given, \w+ \(the target's\)", {}),
+    ],
+)
+def test_a_draft_of_other_tokens_is_refused(checkpoint: Path, tmp_path: Path, field: str, changes: dict[str, int]):
+    folders = tmp_path / "target", tmp_path / "draft"
+    for folder, sizes in zip(folders, (SIZES, SIZES | changes), strict=True):
+        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {folder.name: 0}}}))
+    target, draft = folders
+    with pytest.raises(CheckpointError, match=f"draft_model: {field} needed"):
+        load_draft(ModelRunner(EngineConfig(model_path=target, num_slots=100)), draft)

@@ -216,6 +216,20 @@ def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, refere
     resident.check_empty()
 
 
+def test_a_draft_may_have_a_narrower_vocabulary(checkpoint: Path, reference_model, tmp_path: Path):
+    torch.manual_seed(2)
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 40})).save_pretrained(tmp_path)
+    resident = Resident(checkpoint, tmp_path)
+    wanted = plain_decode(reference_model, PROMPT, COUPLED).tokens
+    assert max(PROMPT) >= 40 and max(wanted) >= 40
+    driver = Driver(resident.loop)
+    decoded = driver.open(1, COUPLED, wanted, no_tree)
+    driver.run()
+    assert decoded.tokens == wanted
+    assert sum(result.selected for result in decoded.results) > 0
+    resident.check_empty()
+
+
 def test_lost_growth_makes_the_drafter_begin_anew(checkpoint: Path, reference_model):
     # A drafter that is always right never begins anew by itself.
     sizes = {"capacity": 32, "max_session_rows": 4, "max_step_rows": 32}
