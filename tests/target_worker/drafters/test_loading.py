@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def test_a_draft_has_slots_for_the_targets_tokens_and_its_trees(checkpoint: Path
 
 def test_a_draft_with_a_shorter_context_drafts_as_far_as_that(checkpoint: Path, tmp_path: Path):
     torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**SIZES | {"max_position_embeddings": 40})).save_pretrained(tmp_path)
+    sizes: dict[str, Any] = SIZES | {"max_position_embeddings": 40}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
     draft = load_draft(ModelRunner(EngineConfig(model_path=checkpoint, num_slots=100)), tmp_path)
     assert draft.growth.max_model_len == 40
 
@@ -48,7 +50,7 @@ def test_a_draft_with_a_shorter_context_drafts_as_far_as_that(checkpoint: Path, 
         (r"tokenizer_hash \w+ given, \w+ \(the target's\)", {}),
     ],
 )
-def test_a_draft_of_other_tokens_is_refused(checkpoint: Path, tmp_path: Path, field: str, changes: dict[str, int]):
+def test_a_draft_of_other_tokens_is_refused(checkpoint: Path, tmp_path: Path, field: str, changes: dict[str, Any]):
     folders = tmp_path / "target", tmp_path / "draft"
     for folder, sizes in zip(folders, (SIZES, SIZES | changes), strict=True):
         LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)

@@ -197,8 +197,8 @@ def test_growth_of_others_joins_the_same_trees(resident: Resident, reference_mod
 
 
 def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, reference_model, tmp_path: Path):
-    config = LlamaConfig(**SIZES | {"max_position_embeddings": 20})
-    short = LlamaForCausalLM(config)
+    sizes: dict[str, Any] = SIZES | {"max_position_embeddings": 20}
+    short = LlamaForCausalLM(LlamaConfig(**sizes))
     short.load_state_dict(reference_model.state_dict())
     short.save_pretrained(tmp_path)
     resident = Resident(checkpoint, tmp_path)
@@ -218,7 +218,8 @@ def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, refere
 
 def test_a_draft_may_have_a_narrower_vocabulary(checkpoint: Path, reference_model, tmp_path: Path):
     torch.manual_seed(2)
-    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 40})).save_pretrained(tmp_path)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": 40}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
     resident = Resident(checkpoint, tmp_path)
     wanted = plain_decode(reference_model, PROMPT, COUPLED).tokens
     assert max(PROMPT) >= 40 and max(wanted) >= 40
