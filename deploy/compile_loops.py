@@ -15,8 +15,8 @@ def _draft() -> None:
     import torch
 
     from outrider import acceptance_calibration
-    from outrider.draft_worker.drafters.model import expansions
     from outrider.draft_worker.drafters.ngram import drafter
+    from outrider.drafting import expansions
     from outrider.kernels.drafting.children import estimate_children_reference
     from outrider.kernels.sampling.rows import SampledRows
 

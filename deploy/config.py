@@ -12,6 +12,7 @@ from outrider.draft_worker.config import DraftSource, DraftWorkerConfig
 from outrider.draft_worker.drafters.ngram.options import MatchType
 from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
 from outrider.log_output import LogFormat
+from outrider.models import embedded_draft_path
 from outrider.target_worker.config import TargetWorkerConfig
 
 
@@ -38,6 +39,8 @@ class DeployConfig:
             default the embedded pair. With `bind` node a folder at the same path on every machine.
         draft_model: the model that drafts, of the target's tokenizer: named likewise. Default the embedded draft beside
             the embedded target; beside any other, n-grams draft.
+        drafter_placement: where the draft model runs: worker, in draft workers; resident, inside each target worker and
+            on its device, with `drafts` 0; both. Where one GPU holds both models, resident has only steps that pay.
         targets: number of target workers.
         drafts: number of draft workers at the start; 0 decodes without speculation.
         min_drafts: fewest draft workers that the deployment scales itself to; with `max_drafts`.
@@ -140,6 +143,7 @@ class DeployConfig:
     name: str = "outrider"
     target_model: str | None = field(default=None, metadata={"argument": "MODEL"})
     draft_model: str | None = field(default=None, metadata={"option": "--draft"})
+    drafter_placement: Literal["worker", "resident", "both"] = "worker"
     targets: int = 1
     drafts: int = 1
     min_drafts: int = 0
@@ -232,6 +236,13 @@ class DeployConfig:
         """`source` with its default filled in."""
         has_model = self.draft_model is not None or self.target_model is None
         return self.source or ("model" if has_model else "ngram")
+
+    @property
+    def resident_model(self) -> Path | None:
+        """The draft model inside each target worker; None without one."""
+        if self.drafter_placement == "worker":
+            return None
+        return Path(self.draft_model or embedded_draft_path())
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -332,6 +343,14 @@ class DeployConfig:
         if self.max_drafts is None and self.min_drafts:
             raise ValueError(f"min_drafts: {self.min_drafts} given, with max_drafts needed")
         AutoscalerConfig.of(self)
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        placement = self.drafter_placement
+        if placement != "worker" and self.target_model is not None and self.draft_model is None:
+            raise ValueError(f"drafter_placement: {placement} given, with draft_model needed")
+        if placement == "resident" and (self.drafts or self.max_drafts):
+            raise ValueError("drafter_placement: resident given, with drafts 0 needed (both has draft workers besides)")
 
     def _check_security(self) -> None:
         missing = [name for name in ("certs", "token_file") if getattr(self, name) is None]

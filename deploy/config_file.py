@@ -66,6 +66,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "min_workers": "min_drafts",
         "max_workers": "max_drafts",
         "model": "draft_model",
+        "placement": "drafter_placement",
         "port": "draft_port",
         "gpus": "draft_gpus",
         "resources": "draft_resources",

@@ -78,6 +78,7 @@ def make_plan(config: DeployConfig) -> Plan:
     shares = worker_gpus(config, len(gpus)) if is_ours else None
     _check_gpus(config, gpus)
     target, draft = _sizes(config, models, on_gpu=shares is None or shares[0] > 0)
+    held = _held(config, target, draft)
     if is_here:
         _check_files(config)
     if is_here and is_ours:
@@ -88,9 +89,9 @@ def make_plan(config: DeployConfig) -> Plan:
     if not config.served_model_name and "target_model" in models:
         found["served_model_name"] = (models["target_model"].name,)
     if gpus and shares is not None:
-        found |= _kv_shares(config, gpus, shares, target, draft)
+        found |= _kv_shares(config, gpus, shares, *held)
     elif is_ours:
-        _check_memory(config, target, draft)
+        _check_memory(config, *held)
     planned = dataclasses.replace(config, **found)
     return Plan(
         config=planned,
@@ -122,7 +123,7 @@ def _sizes(
             raise ValueError(f"max_model_len: {config.max_model_len} given, the model ends at {target.longest}")
         if config.tokenizer_path is None:
             _tokenizer(target_folder)
-    has_draft = config.draft_source != "ngram" and most_drafts(config) > 0
+    has_draft = config.resident_model is not None or (config.draft_source != "ngram" and most_drafts(config) > 0)
     if has_draft and draft_folder is not None and (config.draft_model is None or "draft_model" in models):
         has_weights = complete_ones.get("draft_model", True)
         draft = _read_sizes(
@@ -131,6 +132,17 @@ def _sizes(
         if target is not _NO_SIZES and target_folder is not None:
             _check_pair(target_folder, draft_folder, target, draft)
     return target, draft
+
+
+def _held(
+    config: DeployConfig, target: CheckpointSizes, draft: CheckpointSizes
+) -> tuple[CheckpointSizes, CheckpointSizes]:
+    """Return what each target worker and each draft worker holds: a target perhaps a draft model besides its own."""
+    if config.resident_model is not None:
+        # On one of the GPUs that share the target.
+        weights = target.weights + draft.weights * config.tensor_parallel_size
+        target = dataclasses.replace(target, weights=weights, kv=target.kv + draft.kv)
+    return target, draft if most_drafts(config) else _NO_SIZES
 
 
 def _read_sizes(folder: Path, *, has_weights: bool, number_bytes: int, kv_number_bytes: int) -> CheckpointSizes:
@@ -277,16 +289,20 @@ def _lines(
     name = given.target_model or "the embedded pair's target"
     yield _line("model", f"{name}{_gigabytes(target)}", "MODEL")
     source = config.draft_source
-    if not most_drafts(config):
+    names = {"model": given.draft_model or "the embedded pair's draft", "ngram": "n-grams of prompts and outputs"}
+    if config.resident_model is not None:
+        resident = f"{names['model']}{_gigabytes(draft)}, inside each target worker"
+        yield _line("drafter", resident, "--draft, --drafter-placement")
+    elif not most_drafts(config):
         yield _line("drafter", "none: plain decoding", "--drafts")
-    else:
-        names = {"model": given.draft_model or "the embedded pair's draft", "ngram": "n-grams of prompts and outputs"}
+    if most_drafts(config):
         texts = [names[word] + (_gigabytes(draft) if word == "model" else "") for word in source.split("+")]
         count = f"{config.drafts}" if config.max_drafts is None else f"{config.min_drafts} to {config.max_drafts}"
         workers = "a worker of its own" if count == "1" else f"{count} workers"
         yield _line("drafter", f"{' and '.join(texts)}, in {workers}", "--draft, --drafts, --source")
     yield _line("device", devices, "--target-gpus, --draft-gpus")
-    yield _line("memory", _memory(config, shares, target, draft), "--target-kv-bytes, --draft-kv-bytes")
+    held = _held(config, target, draft)
+    yield _line("memory", _memory(config, shares, *held), "--target-kv-bytes, --draft-kv-bytes")
     running = config.max_running_sessions or config.targets * config.max_num_seqs
     longest = config.max_model_len or target.longest
     tokens = f" of at most {longest:,} tokens each" if longest else ""

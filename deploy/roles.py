@@ -176,6 +176,7 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
     """A target worker's own configuration."""
     return TargetWorkerConfig(
         model_path=setting.model or config.target_model,
+        draft_model=config.resident_model,
         quantization=config.quantization,
         name=setting.name,
         host=host,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from outrider.addresses import check_coordinators
-from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.ngram.options import MatchType, check_ngram_options
+from outrider.drafting.config import GrowthConfig, step_defaults
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_draft_path
@@ -16,10 +16,6 @@ from outrider.security.tls import TlsConfig
 from outrider.wire import MOST_NODES
 
 DraftSource = Literal["model", "ngram", "model+ngram"]
-
-# On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
-_CPU_STEP_NODES, _CPU_MIN_PATH_VALUE = 8, 0.03
-_GPU_STEP_NODES, _GPU_MIN_PATH_VALUE = 64, 0.003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,15 +172,9 @@ class DraftWorkerConfig:
 
     def growth(self, *, max_model_len: int) -> GrowthConfig:
         """The trees' part; the length is the loaded model's."""
-        on_cpu = self.device == "cpu"
-        step_nodes = _CPU_STEP_NODES if on_cpu else _GPU_STEP_NODES
-        path_value = _CPU_MIN_PATH_VALUE if on_cpu else _GPU_MIN_PATH_VALUE
-        own = {
-            "max_step_nodes": step_nodes if self.max_step_nodes is None else self.max_step_nodes,
-            "max_model_len": max_model_len,
-            "min_path_value": path_value if self.min_path_value is None else self.min_path_value,
-        }
-        return GrowthConfig(**self._fields_of(GrowthConfig) | own)
+        own = self._fields_of(GrowthConfig)
+        defaults = {name: value for name, value in step_defaults(self.device).items() if own[name] is None}
+        return GrowthConfig(**own | defaults | {"max_model_len": max_model_len})
 
     def _fields_of(self, part: type) -> dict[str, Any]:
         """The values of the fields that a part's configuration has under the same name."""

@@ -20,6 +20,8 @@ class TargetWorkerConfig:
 
     Attributes:
         model_path: checkpoint folder; default the embedded target.
+        draft_model: checkpoint folder of a draft model that grows trees inside this worker, on its device and with a
+            share of its memory for KV: for a machine with one GPU. Default: none.
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         advertised_host: host under which coordinators dial this worker; default `host`.
@@ -65,6 +67,7 @@ class TargetWorkerConfig:
     """
 
     model_path: str | Path | None = field(default=None, metadata={"option": "--model"})
+    draft_model: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
     advertised_host: str | None = None

@@ -14,9 +14,11 @@ from outrider.metrics.families import Describe, Families
 from outrider.metrics.worker import WorkerGauges, describe_worker
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
+from outrider.target_worker.drafters.loading import load_draft, room_for_draft
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream, pack_load
 from outrider.v1 import common_pb2, registry_pb2
@@ -49,7 +51,12 @@ class TargetWorker(Worker[RoundThread]):
 
     def _make_loop(self) -> RoundLoop:
         config, engine = self._config, self._config.engine()
-        runner = self._runner = self._reloader.load(Path(engine.model_path), lambda: ModelRunner(engine))
+        folder = config.draft_model
+        neighbour = None if folder is None else room_for_draft(engine, folder)
+        runner = self._runner = self._reloader.load(
+            Path(engine.model_path), lambda: ModelRunner(engine, neighbour=neighbour)
+        )
+        draft = None if folder is None else load_draft(runner, folder)
         rounds = RoundConfig(
             max_sessions=config.max_num_seqs,
             max_model_len=runner.info.max_model_len,
@@ -58,7 +65,7 @@ class TargetWorker(Worker[RoundThread]):
             max_prefill_tokens=config.prefill_tokens,
             prefill_slowdown=config.prefill_slowdown,
         )
-        loop = RoundLoop(runner, rounds)
+        loop = RoundLoop(runner, rounds, program=RoundProgram.of_runner(runner, rounds, draft=draft))
         collector.begin_serving()
         return loop
 

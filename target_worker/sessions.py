@@ -3,13 +3,14 @@
 No proto and no grpc here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.kernels.verification.walk import MAX_RATES
 from outrider.sampling import SamplingSpec, VerificationRule
 
@@ -64,6 +65,7 @@ class OpenRequest:
     `max_nodes` and `max_depth` bound what one round verifies of its tree.
     `allow` is the length up to which it may run ahead of its client.
     `is_alone` keeps all other sessions out of its rounds.
+    `sources` are the kinds of drafter that may grow its tree.
     """
 
     key: SessionKey
@@ -78,6 +80,7 @@ class OpenRequest:
     max_depth: int = WITHOUT_BOUND
     allow: int = WITHOUT_LIMIT
     is_alone: bool = False
+    sources: Collection[GrowthSource] = ALL_SOURCES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 
 from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest
-from outrider.growth_source import GrowthSource
+from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.commands import (
@@ -145,6 +145,7 @@ def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: Roun
             max_depth=min(limits.max_depth or WITHOUT_BOUND, WITHOUT_BOUND),
             allow=min(allow, WITHOUT_LIMIT),
             is_alone=is_alone,
+            sources=sources_from_proto(opening.sources, default=ALL_SOURCES),
         )
     except ValueError as error:
         message = f"prompt, output or sampling: {error}"

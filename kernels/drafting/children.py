@@ -250,7 +250,7 @@ def report_children(
         columns: tokens [L, K] int32, buckets [L, K] int32, acceptances [R, K] float32, made [R, K] int32 and parent ids
             [R] int32, as `estimate_children` and `append` wrote them.
         counts: `needed` [1] int32 of the selection and `began` [1] int64 of `take_records`.
-        reports: [2, 2 + N] int64, the host's.
+        reports: [B, 2 + N] int64, the host's.
         rounds: [1] int64, rounds reported.
         lines: rows that the layout has room for, at least L.
     """
@@ -280,6 +280,7 @@ def report_children(
         reports,
         rounds,
         lines,
+        BUFFERS=reports.shape[0],
         STRIDE=reports.shape[1],
         K=branching,
         BLOCK=triton.next_power_of_2(rows.rows.shape[0] * branching),
@@ -337,14 +338,15 @@ def _report_children_kernel(
     acceptances_ptr,  # [R, K] float32
     made_ptr,  # [R, K] int32
     parent_ids_ptr,  # [R] int32
-    reports_ptr,  # [2, STRIDE] int64, the host's
+    reports_ptr,  # [BUFFERS, STRIDE] int64, the host's
     rounds_ptr,  # [1] int64
     lines,
+    BUFFERS: tl.constexpr,
     STRIDE: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    report = reports_ptr + (tl.load(rounds_ptr) % 2) * STRIDE + _HEADER
+    report = reports_ptr + (tl.load(rounds_ptr) % BUFFERS) * STRIDE + _HEADER
     count = tl.load(count_ptr)
     tl.store(report, tl.load(packed_rows_ptr).to(tl.int64))
     tl.store(report + 1, tl.load(packed_rows_ptr + 1).to(tl.int64))

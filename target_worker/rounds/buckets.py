@@ -84,6 +84,8 @@ class RoundTimes:
         self._buckets, self._cost, self._captured_ns = buckets, cost, captured_ns
         # What rounds take beyond the time of their bucket: contexts.
         self._beyond_ns = 0.0
+        # What resident drafters take before a round.
+        self._drafted_ns = 0.0
         # Averages of a round's tokens and its time.
         self._tokens, self._round_ns = 0.0, 0.0
         # Accepted nodes to the sum of the values that were verified.
@@ -104,7 +106,8 @@ class RoundTimes:
         def rate(number: int) -> float:
             bucket, gain = self._buckets[number], max(int(gains[number]), 0) / GAIN_SCALE
             served = min(sessions, bucket.sessions, bucket.rows)
-            return (served + self._ratio * gain) / (self._captured_ns[number] + self._beyond_ns)
+            round_ns = self._captured_ns[number] + self._beyond_ns + self._drafted_ns
+            return (served + self._ratio * gain) / round_ns
 
         return max(fitting, key=rate)
 
@@ -125,7 +128,7 @@ class RoundTimes:
             return 0.0
         return row_ns * self._tokens / self._round_ns / max(self._ratio, _LEAST_RATIO)
 
-    def note(self, bucket: int | None, shape: StepShape, round_ns: int, *, tokens: int) -> None:
+    def note(self, bucket: int | None, shape: StepShape, round_ns: int, *, tokens: int, drafted_ns: int = 0) -> None:
         """Learn from a round.
 
         Args:
@@ -133,12 +136,14 @@ class RoundTimes:
             shape: of its rows.
             round_ns: what it took.
             tokens: that it committed.
+            drafted_ns: what resident drafters took before it.
         """
         self._cost.observe(shape, round_ns)
         if shape.prefill_rows or not shape.verify_rows:
             return
         self._tokens += _RATE_SHARE * (tokens - self._tokens)
-        self._round_ns += _RATE_SHARE * (round_ns - self._round_ns)
+        self._round_ns += _RATE_SHARE * (round_ns + drafted_ns - self._round_ns)
+        self._drafted_ns += _RATE_SHARE * (drafted_ns - self._drafted_ns)
         if self._captured_ns and bucket is not None:
             beyond_ns = max(round_ns - self._captured_ns[bucket], 0.0)
             self._beyond_ns += _BEYOND_SHARE * (beyond_ns - self._beyond_ns)

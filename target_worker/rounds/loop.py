@@ -2,6 +2,7 @@
 
     read        results of the last round that has ended, bucket and time for the next
     plan        slots for sessions that run, and for those that wait to begin
+    grow        steps of a resident drafter, as many as pay
     launch      the next round, with the next parts of prompts
 
 Commands (`open`, `grow`, `limit`, `close`) become records of the device's inbox, and take part in the next round that
@@ -26,6 +27,7 @@ from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
+from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
@@ -56,6 +58,8 @@ from outrider.wire import split_by_counts
 # Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
 # prefill always moves.
 _CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
+# Where a round has left a tree that has not got the last token.
+_LEFT = (TreeEnd.MISSED, TreeEnd.STARVED)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,11 +74,12 @@ class _Chunk:
 
 @dataclass(kw_only=True, eq=False)
 class _Launched:
-    """A round under way: its bucket, its chunks, and the sum of the values that it verifies."""
+    """A round under way: its bucket, its chunks, growth steps before it, and the sum of the values that it verifies."""
 
     bucket: int
     level: Level
     chunks: list[_Chunk]
+    growth_steps: int = 0
     expected: float = 0.0
 
 
@@ -103,6 +108,7 @@ class RoundLoop:
     ) -> None:
         self._runner, self._config = runner, config
         self._program = program or RoundProgram.of_runner(runner, config)
+        self._drafter = self._program.drafter
         report_stage("warming up (compiles the first time)")
         self._program.warm_up()
         self._inbox = Inbox(self._program.memory, rows=config.max_sessions)
@@ -219,6 +225,7 @@ class RoundLoop:
             sync_wait_ns=1_000_000 * request.sync_wait_ms,
             max_nodes=request.max_nodes,
             max_depth=request.max_depth,
+            sources=request.sources,
             is_alone=request.is_alone,
             # Until it is its turn: the rounds under way may be those of one that is alone.
             is_aside=request.is_alone or any(other.is_alone for other in self._sessions.values()),
@@ -411,10 +418,18 @@ class RoundLoop:
         tokens = int(columns[ReportColumn.TOKENS].sum())
         bucket = launched.bucket if launched.level is Level.PLAIN else None
         round_ns = ended - max(began, self._ended_ns)
-        self._times.note(bucket, shape, round_ns, tokens=tokens)
+        growth_steps = [] if self._drafter is None else self._drafter.read(launched.growth_steps)
+        drafted_ns = sum(step_ns for _, step_ns in growth_steps)
+        self._times.note(bucket, shape, round_ns, tokens=tokens, drafted_ns=drafted_ns)
         self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
         self._ended_ns, self._verified_rows = ended, read.verified_rows
-        return self._times.plain_ns(bucket, shape, round_ns, sessions=read.sessions)
+        plain_ns = self._times.plain_ns(bucket, shape, round_ns, sessions=read.sessions)
+        if self._drafter is not None and read.sessions and not shape.prefill_rows:
+            accepted = int(columns[ReportColumn.ACCEPTED].sum())
+            self._drafter.pace.note_round(
+                tokens=tokens, accepted=accepted, round_ns=round_ns, plain_ns=plain_ns, steps=growth_steps
+            )
+        return plain_ns
 
     def _session_of(self, read: RoundReport, number: int) -> Session | None:
         """The session of a report's column; None if its row has been closed since."""
@@ -454,10 +469,12 @@ class RoundLoop:
                 finish = _end_at_stop(session, tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
+            if self._drafter is not None:
+                self._drafter.commit(session.row, tokens)
             self._admission.grow_known(session)
         if finish is Finish.NONE:
             fault = fit_fault(session.length, self._kv.slots.num_slots)
-        lost = int(read.columns[ReportColumn.LOST, number])
+        lost = self._lost(session, number, read)
         if tokens or lost or fault is not None:
             result = SessionResult(
                 key=session.key,
@@ -478,6 +495,19 @@ class RoundLoop:
             self._results.append(result)
         if finish is not Finish.NONE or fault is not None:
             self._end(session, remembers=finish is not Finish.FAULT)
+
+    def _lost(self, session: Session, number: int, read: RoundReport) -> int:
+        """Return the bit set over draft workers' places with lost growth.
+
+        A resident drafter whose growth was lost begins its tree anew, once the round has left the tree that there is.
+        """
+        lost, drafter = int(read.columns[ReportColumn.LOST, number]), self._drafter
+        if drafter is not None and lost >> drafter.place and read.tree_end(number) in _LEFT:
+            records = Records()
+            records.forget(session.row, session.generation, place=drafter.place)
+            records.resent(session.row, session.generation, place=drafter.place)
+            self._inbox.put(records.array())
+        return lost & (1 << self._config.places) - 1
 
     def _plan(self) -> None:
         """Hand out rows and slots; sessions that have begun again learn that their trees are to be sent again."""
@@ -583,8 +613,13 @@ class RoundLoop:
             bucket = self._times.choose(self._gains, sessions=len(running), prefill=prefill)
             least_value = max(self._times.least_value, self._config.least_value)
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
+        growth_steps = 0
+        if self._drafter is not None:
+            growth_steps = self._drafter.grow([one for one in self._by_row if one is not None and one.may_grow])
         bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
-        self._launched.append(_Launched(bucket=bucket, level=self._level, chunks=planned))
+        self._launched.append(
+            _Launched(bucket=bucket, level=self._level, chunks=planned, growth_steps=growth_steps)
+        )  # fmt: skip
         self._rounds.launched()
 
     def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:

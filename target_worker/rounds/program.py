@@ -6,7 +6,7 @@
     forward                 one pass of the target, tree attention over these rows
     choose                  the target's own choice at every verified row
     walk                    down each tree as far as the choices agree
-    re_root                 committed tokens leave the trees, what hangs below them stays
+    re_root                 committed tokens leave the trees, what hangs below them stays; a resident drafter follows
     report                  committed tokens to the host
 
 On a GPU a bucket's stages are two CUDA graphs: up to the forward pass, and from the choices on. They are launched
@@ -51,6 +51,7 @@ from outrider.kernels.verification.report import RoundTime, mark_time, report_ro
 from outrider.kernels.verification.token_logprobs import Logprobs, rank_logits, report_logprobs
 from outrider.kernels.verification.walk import WalkRules, Walks, coin_rates, walk
 from outrider.start_progress import report_stage
+from outrider.target_worker.drafters.model import DraftModel, ResidentModel
 from outrider.target_worker.rounds import host_part
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
@@ -89,6 +90,7 @@ class RoundProgram:
         vocab_size: V.
         device: of the model.
         captures: whether rounds are captured in CUDA graphs.
+        draft: a draft model that grows the trees here; None without one.
 
     Attributes:
         pool: the trees.
@@ -97,6 +99,7 @@ class RoundProgram:
         memory: shared with the host.
         shape: sizes of a report.
         runs_ahead: whether a round may be launched before the one before has ended.
+        drafter: grows the trees between rounds; None without one.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class RoundProgram:
         vocab_size: int,
         device: torch.device,
         captures: bool,
+        draft: DraftModel | None = None,
     ) -> None:
         on_gpu, sessions = device.type == "cuda", config.max_sessions
         self._captures, self._is_capturing = captures and on_gpu, False
@@ -118,7 +122,8 @@ class RoundProgram:
             sessions=sessions,
             max_len=row_len,
             capacity=config.capacity,
-            places=config.places,
+            # A power of two; the first of those behind the draft workers' is the drafter's.
+            places=config.places * (1 if draft is None else 2),
             device=device,
         )
         self.buckets = round_buckets(config, on_gpu=self._captures)
@@ -163,6 +168,7 @@ class RoundProgram:
         records = 1 << (max(_LEAST_RECORDS, _SESSION_RECORDS * sessions) - 1).bit_length()
         self._records = self._column(records, WORDS)
         self._verdicts, self._count = self._column(records), self._column(1)
+        self.drafter = None if draft is None else ResidentModel(draft, self.pool, place=config.places, records=records)
         # A target's tokens are its own: no records commit any.
         self._commits, self._num_commits = self._column(sessions, 1), self._column(sessions)
         self._tail, self._rounds = (self._column(1, dtype=torch.int64) for _ in range(2))
@@ -182,8 +188,8 @@ class RoundProgram:
         self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
 
     @classmethod
-    def of_runner(cls, runner: ModelRunner, config: RoundConfig) -> Self:
-        """Return the program of a loaded target."""
+    def of_runner(cls, runner: ModelRunner, config: RoundConfig, *, draft: DraftModel | None = None) -> Self:
+        """Return the program of a loaded target, perhaps with a draft model beside it."""
         engine = runner.config
         return cls(
             runner.packed_forward(sessions=config.max_sessions + MAX_CHUNKS),
@@ -194,6 +200,7 @@ class RoundProgram:
             device=runner.device,
             # Other attention waits for the host.
             captures=runner.has_decoder and engine.attention_backend_name == "triton" and not engine.enforce_eager,
+            draft=draft,
         )
 
     def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -230,6 +237,8 @@ class RoundProgram:
             describe_processors(self._processors, row, sampling, prompt, output)
         if self._side is not None:
             self._side.synchronize()
+        if self.drafter is not None:
+            self.drafter.describe_row(session)
 
     def read_early(self, words: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
         """Return what each bucket would have gained, and the verified rows of the round."""
@@ -363,6 +372,8 @@ class RoundProgram:
         walk(pool, packed, choices, decided, self._rules, self._parameters, self._walks, level=level)
         mark_time(self._times, RoundTime.WALKED)
         re_root(pool, self._walks.tokens, self._walks.num_tokens, self._walks.tree_ends)
+        if self.drafter is not None:
+            self.drafter.follow(self._records, self._count, self._walks.tokens, self._walks.num_tokens)
         reports, rounds = self.memory.reports, self._rounds
         if level >= Level.PROCESSED:
             count_tokens(self._processors, self._walks.tokens, self._walks.num_tokens)
@@ -409,6 +420,8 @@ class RoundProgram:
 
     def warm_up(self) -> None:
         """Compile what rounds run, capture their graphs and time them; called before any session is opened."""
+        if self.drafter is not None:
+            self.drafter.warm_up()
         if not self._captures:
             self.launch(0, Level.PLAIN, ())
             self._forget_rounds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import SessionGrammar
+from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import COUNTED_KINDS, Finish
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.host_part import needs_host
 from outrider.target_worker.sessions import WITHOUT_BOUND, SessionFault, SessionKey, SpeculationMode, TokenLogprobs
@@ -51,6 +52,7 @@ class Session:
         sync_wait_ns: how long it waits for a tree in sync mode.
         max_nodes: most nodes of it in a round.
         max_depth: depth of the deepest of them.
+        sources: kinds of drafter that may grow its tree.
         is_unread: whether nobody reads its results.
         is_alone: whether no other session may take part in its rounds.
         is_aside: whether the next round is another's that runs alone, or of all others.
@@ -87,6 +89,7 @@ class Session:
     sync_wait_ns: int = 0
     max_nodes: int = WITHOUT_BOUND
     max_depth: int = WITHOUT_BOUND
+    sources: Collection[GrowthSource] = ALL_SOURCES
     is_unread: bool = False
     is_alone: bool = False
     is_aside: bool = False
@@ -127,6 +130,19 @@ class Session:
     def has_a_say(self) -> bool:
         """True if it depends on the sessions of the round before who takes part in the next one."""
         return self.is_sync or self.is_alone or self.is_aside
+
+    @property
+    def is_drafted(self) -> bool:
+        """True if a resident drafter grows its tree: what it puts out is chosen from ranked logits alone."""
+        sampling = self.sampling
+        if self.mode is not SpeculationMode.ASYNC or GrowthSource.MODEL not in self.sources:
+            return False
+        return sampling.rule is VerificationRule.COUPLED and not sampling.grammar and not sampling.forced_token_ids
+
+    @property
+    def may_grow(self) -> bool:
+        """True if a resident drafter grows its tree now."""
+        return self.is_drafted and self.length < min(self.limit, self.reach)
 
     @property
     def output(self) -> list[int]:

@@ -9,6 +9,7 @@ from outrider.deploy.config import NGRAM_FIELDS, Bind, DeployConfig, amounts
 from outrider.deploy.resources import asked_draft_gpus, asked_target_gpus, shared_gpus, target_threads
 from outrider.deploy.roles import WorkerSetting, coordinator_config, draft_config, target_config
 from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.models import embedded_draft_path
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,22 @@ def test_workers_get_the_options_of_their_own():
     assert all(getattr(draft.engine(), name) == getattr(config, name) for name in shared)
     on_cpu = WorkerSetting(name="d/target-0", coordinators=("h:1",))
     assert target_config(DeployConfig(), on_cpu, host="127.0.0.1").max_step_tokens == 512
+
+
+def test_a_resident_draft_is_an_option_of_the_target():
+    setting = WorkerSetting(name="d/target-0", coordinators=("h:1",))
+
+    def draft_of(**options: Any) -> Path | None:
+        return target_config(DeployConfig(**options), setting, host="127.0.0.1").draft_model
+
+    assert draft_of() is None
+    assert draft_of(drafter_placement="resident", drafts=0) == embedded_draft_path()
+    pair = {"target_model": "/models/large", "draft_model": "/models/small"}
+    assert draft_of(drafter_placement="both", **pair) == Path("/models/small")
+    with pytest.raises(ValueError, match="drafter_placement: resident given, with drafts 0 needed"):
+        DeployConfig(drafter_placement="resident")
+    with pytest.raises(ValueError, match="drafter_placement: both given, with draft_model needed"):
+        DeployConfig(drafter_placement="both", target_model="/models/large")
 
 
 def test_drafts_grow_as_was_asked_for(tmp_path: Path):

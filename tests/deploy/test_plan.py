@@ -81,6 +81,21 @@ def test_two_models_on_one_gpu_share_one_budget(tmp_path: Path, monkeypatch: pyt
     assert make_plan(DeployConfig(port=0, target_kv_bytes=5)).config.target_kv_bytes == 5
 
 
+def test_a_resident_draft_is_a_part_of_its_target(monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 1)
+    alone = DeployConfig(port=0, drafter_placement="resident", drafts=0)
+    assert "inside each target worker" in line(alone, "drafter")
+    assert "1 for each target" in line(alone, "device")
+    assert make_plan(alone).config.target_kv_bytes is None
+    # With draft workers on the same GPU, the target's share is for the KV of two models.
+    own, both = (make_plan(DeployConfig(port=0, drafter_placement=name)).config for name in ("worker", "both"))
+    assert own.target_kv_bytes and own.draft_kv_bytes and both.target_kv_bytes and both.draft_kv_bytes
+    ratio = own.target_kv_bytes / own.draft_kv_bytes
+    assert both.target_kv_bytes / both.draft_kv_bytes == pytest.approx(ratio + 1)
+    lines = make_plan(DeployConfig(port=0, drafter_placement="both")).lines
+    assert [text.split()[0] for text in lines].count("drafter") == 2
+
+
 def test_a_model_too_large_for_its_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     small = Gpu(name="small", total_bytes=1_000_000, free_bytes=1_000_000)
     monkeypatch.setattr(plan_module, "visible_gpus", lambda: [small])

@@ -21,10 +21,10 @@ from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 from tests.target_worker.rounds.driving import FixedTimes
 
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
-from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
+from outrider.drafting.config import GrowthConfig
 from outrider.engine.kv_slots import SlotTable
 from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec, VerificationRule

@@ -21,8 +21,8 @@ import torch
 
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_distribution import DraftDistribution
-from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.session import ModelSession
+from outrider.drafting.config import GrowthConfig
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.grammar_mask import apply_grammar_masks

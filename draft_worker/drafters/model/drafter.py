@@ -16,15 +16,15 @@ import torch
 from outrider import acceptance_calibration
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_distribution import DraftDistribution
-from outrider.draft_worker.drafters.model import expansions
 from outrider.draft_worker.drafters.model.choices import HostChoices, SessionNodes
-from outrider.draft_worker.drafters.model.config import GrowthConfig
-from outrider.draft_worker.drafters.model.expansions import Expansions
-from outrider.draft_worker.drafters.model.program import MAX_STEP_COMMITS, GrowthProgram
 from outrider.draft_worker.drafters.model.session import ModelSession
 from outrider.draft_worker.drafters.model.sync_tree import SyncTree
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, Key, SessionStart
+from outrider.drafting import expansions
+from outrider.drafting.config import GrowthConfig
+from outrider.drafting.expansions import Expansions
+from outrider.drafting.program import MAX_STEP_COMMITS, GrowthProgram
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.errors import FieldViolation, InvalidRequest, OutOfSlots
@@ -515,10 +515,13 @@ class ModelDrafter:
         max_nodes = max(min(start.limits.max_live_nodes, self.config.max_live_nodes), self._program.branching)
         self._program.describe_row(
             row,
-            start,
+            start.sampling,
             session.tokens,
+            prompt_len=session.prompt_len,
+            stop_ids=start.stop_ids,
             max_nodes=self.config.capacity if start.is_sync else max_nodes,
             max_depth=min(start.limits.max_depth, self.config.capacity),
+            is_fixed=start.is_sync,
         )
         self._by_row[row] = session
         self._is_async[row], self._has_root[row] = not start.is_sync, False

@@ -31,6 +31,19 @@ class KvCaches:
     positions: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class KvNeighbour:
+    """Memory that another model on the same device needs.
+
+    Attributes:
+        fixed_bytes: whatever the number of slots: its weights and its steps.
+        bytes_per_slot: of its KV, for each slot of this model.
+    """
+
+    fixed_bytes: int = 0
+    bytes_per_slot: int = 0
+
+
 class KvShape:
     """The shape of one rank's caches, from the checkpoint's configuration.
 

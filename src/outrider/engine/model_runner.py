@@ -14,7 +14,7 @@ import torch
 from outrider.engine.checkpoint import ModelCard, load_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_loading import attention_of, load_decoder
-from outrider.engine.kv_memory import KvShape, fitting_slots, step_bytes
+from outrider.engine.kv_memory import KvNeighbour, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_forward import PackedForward, PackedShape
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
@@ -38,6 +38,7 @@ class ModelRunner:
         decoder: whether the decoder runs the forward; by default where it is the faster way, and with several ranks.
         source: the decoder's weights; by default the folder's files.
         ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
+        neighbour: what is to be left of the KV memory for another model.
 
     Attributes:
         config: as given.
@@ -58,6 +59,7 @@ class ModelRunner:
         decoder: bool | None = None,
         source: WeightSource | None = None,
         ranks: Ranks | None = None,
+        neighbour: KvNeighbour | None = None,
     ) -> None:
         if config.torch_threads is not None and config.device == "cpu":
             torch.set_num_threads(config.torch_threads)
@@ -70,12 +72,12 @@ class ModelRunner:
         if decoder is None:
             decoder = config.attention_backend_name == "triton" and not config.enforce_eager
         try:
-            self._load(source, decoder=decoder or self.ranks.world_size > 1)
+            self._load(source, neighbour or KvNeighbour(), decoder=decoder or self.ranks.world_size > 1)
         except BaseException:
             self.close()
             raise
 
-    def _load(self, source: WeightSource | None, *, decoder: bool) -> None:
+    def _load(self, source: WeightSource | None, neighbour: KvNeighbour, *, decoder: bool) -> None:
         config = self.config
         self._model = self._decoder = None
         self._packed: PackedForward | None = None
@@ -92,10 +94,10 @@ class ModelRunner:
         row_len = self.info.max_model_len + config.max_tree_nodes
         num_slots = fitting_slots(
             config,
-            bytes_per_slot=shape.bytes_per_slot,
+            bytes_per_slot=shape.bytes_per_slot + neighbour.bytes_per_slot,
             most=config.max_num_seqs * row_len,
             device=self.device,
-            bytes_beside=step_bytes(config, model_config),
+            bytes_beside=step_bytes(config, model_config) + neighbour.fixed_bytes,
         )
         num_slots = self.ranks.least(num_slots)
         report_stage(f"KV: {num_slots:,} tokens, {num_slots * shape.bytes_per_slot / 1e9:.2f} GB")

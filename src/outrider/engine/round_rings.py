@@ -48,8 +48,8 @@ class RingMemory:
     Attributes:
         ring: [R, 8] int32, records; record i stands at i mod R.
         head: [1] int64, records ever written.
-        early: [1, 1 + E] int64, early words behind the number of the round.
-        reports: [2, 2 + N] int64, reports behind the number of the round and the tail.
+        early: [A, 1 + E] int64, early words behind the number of the round.
+        reports: [B, 2 + N] int64, reports behind the number of the round and the tail.
     """
 
     ring: torch.Tensor
@@ -58,7 +58,7 @@ class RingMemory:
     reports: torch.Tensor
 
     @classmethod
-    def allocate(cls, *, records: int, early_words: int, report_words: int, pinned: bool) -> RingMemory:
+    def allocate(cls, *, records: int, early_words: int, report_words: int, pinned: bool, ahead: int = 2) -> RingMemory:
         """Return empty rings.
 
         Args:
@@ -66,6 +66,7 @@ class RingMemory:
             early_words: E.
             report_words: N.
             pinned: whether the device is a GPU.
+            ahead: B, most rounds that are launched, and not read; A = B - 1.
 
         Raises:
             RuntimeError: pinned memory on a processor that does not keep its stores in order. Such a host would need
@@ -76,8 +77,8 @@ class RingMemory:
         return cls(
             ring=torch.zeros(records, WORDS, dtype=torch.int32, pin_memory=pinned),
             head=torch.zeros(1, dtype=torch.int64, pin_memory=pinned),
-            early=torch.zeros(1, EARLY_HEADER + early_words, dtype=torch.int64, pin_memory=pinned),
-            reports=torch.zeros(2, REPORT_HEADER + report_words, dtype=torch.int64, pin_memory=pinned),
+            early=torch.zeros(ahead - 1, EARLY_HEADER + early_words, dtype=torch.int64, pin_memory=pinned),
+            reports=torch.zeros(ahead, REPORT_HEADER + report_words, dtype=torch.int64, pin_memory=pinned),
         )
 
 

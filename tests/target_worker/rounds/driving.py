@@ -12,6 +12,7 @@ from outrider.draft_distribution import DraftDistribution
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.drafters.model import DraftModel
 from outrider.target_worker.rounds.buckets import Bucket, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth
@@ -123,11 +124,18 @@ def make_runner(checkpoint: Path, *, decoder: bool | None = None, **overrides: A
     return ModelRunner(EngineConfig(model_path=checkpoint, max_tree_nodes=most, **engine), decoder=decoder)
 
 
-def loop_of(runner: ModelRunner, *, chunk: int = 64, **overrides: Any) -> RoundLoop:
+def loop_of(runner: ModelRunner, **overrides: Any) -> RoundLoop:
     """Rounds of a loaded model."""
+    return rounds_of(runner, **overrides)[0]
+
+
+def rounds_of(
+    runner: ModelRunner, *, chunk: int = 64, draft: DraftModel | None = None, **overrides: Any
+) -> tuple[RoundLoop, RoundProgram]:
+    """Rounds of a loaded model, perhaps with a draft model beside it, and the program that they run."""
     config = config_of(runner, **overrides)
-    program = RoundProgram.of_runner(runner, config)
-    return RoundLoop(runner, config, times=FixedTimes(program.buckets, chunk), program=program)
+    program = RoundProgram.of_runner(runner, config, draft=draft)
+    return RoundLoop(runner, config, times=FixedTimes(program.buckets, chunk), program=program), program
 
 
 def config_of(runner: ModelRunner, **overrides: Any) -> RoundConfig:

@@ -11,10 +11,10 @@ from tests.draft_worker.session_growth import sessions_of
 from tests.draft_worker.table_model import Mirror, next_growth, processed, session_start
 from transformers import AutoModelForCausalLM
 
-from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
+from outrider.drafting.config import GrowthConfig
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.sampling import SamplingSpec, VerificationRule

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror
 
-from outrider.draft_worker.drafters.model.config import GrowthConfig
+from outrider.drafting.config import GrowthConfig
 from outrider.sampling import SamplingSpec
 
 WIDE: dict[str, Any] = {"max_live_nodes": 400, "max_depth": 30}

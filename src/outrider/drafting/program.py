@@ -1,7 +1,7 @@
 """A growth step as the device runs it: every stage an operator, nothing waits for the host.
 
     take_records, graft     what coordinators have asked for since the last step
-    re_root, count_tokens   committed tokens leave the trees
+    re_root, count_tokens   committed tokens leave the trees (`_take`; a drafter inside a target does it in the round)
     select, pack            what to expand: the best entries over all sessions
     forward                 one pass of the draft model
     process_logits          in steps of sessions that change logits
@@ -28,8 +28,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.acceptance_calibration import AcceptanceCalibration
-from outrider.draft_worker.drafters.model.config import GrowthConfig
-from outrider.draft_worker.rounds.session import SessionStart
+from outrider.drafting.config import GrowthConfig
 from outrider.engine.node_processors import describe_processors
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import RingMemory
@@ -45,6 +44,7 @@ from outrider.kernels.pool.rings import publish_early, publish_report, take_reco
 from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP, Selection, select
 from outrider.kernels.sampling.processors import NodeProcessors, count_tokens, process_logits
 from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
+from outrider.sampling import SamplingSpec
 from outrider.start_progress import report_stage
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,7 @@ class GrowthProgram:
         vocab_size: V.
         device: of the model.
         captures: whether steps are captured in CUDA graphs.
+        ahead: most steps that are launched, and not read.
 
     Attributes:
         pool: the trees.
@@ -136,6 +137,7 @@ class GrowthProgram:
         vocab_size: int,
         device: torch.device,
         captures: bool,
+        ahead: int = 2,
     ) -> None:
         self._model, self._config, self.device = model, config, device
         self._vocab_size = vocab_size
@@ -197,6 +199,7 @@ class GrowthProgram:
             early_words=count + 2,
             report_words=report_words(self.lines, self.branching),
             pinned=on_gpu,
+            ahead=ahead,
         )
         self._side = torch.cuda.Stream(device) if on_gpu else None
         self._staging = torch.zeros(
@@ -213,20 +216,32 @@ class GrowthProgram:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def describe_row(
-        self, row: int, start: SessionStart, tokens: Sequence[int], *, max_nodes: int, max_depth: int
+        self,
+        row: int,
+        sampling: SamplingSpec,
+        tokens: Sequence[int] | npt.NDArray[np.int32],
+        *,
+        prompt_len: int,
+        stop_ids: Iterable[int],
+        max_nodes: int,
+        max_depth: int,
+        is_fixed: bool = False,
     ) -> None:
         """Write the columns of a row that no launched step uses; they are in place on return.
 
         Args:
             row: of the pool.
-            start: what opened the session.
+            sampling: parameters of the request.
             tokens: committed, prompt and output.
+            prompt_len: tokens of the prompt.
+            stop_ids: tokens whose nodes have no children.
             max_nodes, max_depth: bounds of its tree.
+            is_fixed: whether its estimates come from the calibration's prior alone.
         """
-        sampling, prompt_len, longest = start.sampling, len(start.prompt), self.pool.max_len
+        longest = self.pool.max_len
         parameters = np.frombuffer(sampling.record, np.int32).copy()
-        parameters[-1] = start.is_sync
-        stops = sorted(token for token in start.stop_ids if token < self._vocab_size)[:MAX_STOPS]
+        parameters[-1] = is_fixed
+        stops = sorted(token for token in stop_ids if token < self._vocab_size)[:MAX_STOPS]
         stops += [-1] * (MAX_STOPS - len(stops))
         min_end = min(prompt_len + sampling.min_new_tokens, longest)
         numbers = np.array([*stops, min_end, max_nodes, max_depth, *tokens[:longest]], np.int32)
@@ -282,6 +297,20 @@ class GrowthProgram:
             self._rank(logits, rows)
         self.end(bucket, packed, rows)
 
+    def _take(self) -> None:
+        """Begin a step with what has come since the last one."""
+        pool, memory = self.pool, self.memory
+        take_records(memory.ring, memory.head, self._records, self._count, self._tail, self._began)
+        graft(pool, self._records, self._count, self._verdicts, self._commits, self._num_commits)
+        self._commit(self._commits, self._num_commits)
+
+    def _commit(self, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        re_root(self.pool, tokens, num_tokens)
+        count_tokens(self._processors, tokens, num_tokens)
+
+    def _hand_on(self, rows: SampledRows, size: int) -> None:
+        """Pass on the nodes that a step of R = `size` rows has grown, on the device; a draft worker's host does it."""
+
     @torch.inference_mode()
     def _begin(self, bucket: int, *, processes: bool) -> tuple[Packed, SampledRows, torch.Tensor]:
         """Run a step's stages up to the forward pass, perhaps with processors.
@@ -289,14 +318,10 @@ class GrowthProgram:
         Returns:
             The step, the rows that bring children and their logits [L, V]; on a CPU without padding.
         """
-        pool, memory, packed, rows = self.pool, self.memory, self._packed[bucket], self._sampled[bucket]
-        take_records(memory.ring, memory.head, self._records, self._count, self._tail, self._began)
-        graft(pool, self._records, self._count, self._verdicts, self._commits, self._num_commits)
-        re_root(pool, self._commits, self._num_commits)
-        count_tokens(self._processors, self._commits, self._num_commits)
-        config = self._config
-        select(pool, self._selection, bucket, children=self.branching, chunk=config.max_step_tokens)
-        publish_early(memory.early, self._early_words, self._rounds)
+        self._take()
+        pool, packed, rows = self.pool, self._packed[bucket], self._sampled[bucket]
+        select(pool, self._selection, bucket, children=self.branching, chunk=self._config.max_step_tokens)
+        publish_early(self.memory.early, self._early_words, self._rounds)
         pack(pool, self._selection, packed)
         sample_rows(pool, packed, self._parameters, rows)
         if self.device == _CPU:
@@ -370,6 +395,7 @@ class GrowthProgram:
         size, lines = packed.tokens.shape[0], self.buckets[bucket].lines
         nodes, made, parent_ids = self._nodes[:size], self._made[:size], self._parent_ids[:size]
         append(self.pool, packed, nodes, self._acceptances[:size], made, parent_ids)
+        self._hand_on(rows, size)
         columns = self._tokens[:lines], self._buckets[:lines], self._acceptances, self._made, self._parent_ids
         counts = self._selection.needed, self._began
         reports = self.memory.reports

@@ -1,0 +1,278 @@
+"""A draft model in the target worker: it grows the pools of the rounds on the device that verifies them.
+
+The growth step is a draft worker's, with a pool and KV slots of its own. What passes between the two sides over the
+network elsewhere passes in device memory here, in the order of one stream:
+
+    follow    in each round, behind re-root: rows open and close as the target's, committed tokens leave the trees
+    grow      before a round: steps, each of which ends with its new nodes in the target's pool
+
+Rows have the same numbers in both pools. The host puts no records to the drafter and waits for nothing. It decides how
+many steps run, and reads their reports with that of the round that followed them, for the calibration.
+
+A session whose KV finds no slot here goes on without growth until others end. Sessions that ask for whole trees (sync
+mode), for another rule than the coupled one or for a grammar are not drafted.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from outrider import acceptance_calibration
+from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.drafting import expansions
+from outrider.drafting.config import GrowthConfig
+from outrider.drafting.expansions import Expansions
+from outrider.drafting.program import GrowthProgram
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.packed_forward import ForwardPass
+from outrider.growth_source import GrowthSource
+from outrider.kernels.drafting.children import REPORT_COUNTS
+from outrider.kernels.drafting.records import follow_records, growth_records
+from outrider.kernels.pool.columns import Pool
+from outrider.kernels.pool.graft import graft
+from outrider.kernels.pool.records import WORDS
+from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
+from outrider.kernels.pool.select import GAIN_SCALE
+from outrider.kernels.sampling.rows import SampledRows
+from outrider.kernels.verification.report import RoundTime, mark_time
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
+from outrider.target_worker.rounds.session import Session
+
+# Rounds whose steps are launched, and not read: the one under way and the next.
+_ROUNDS_AHEAD = 2
+# Share of a step's time in the average by which buckets are chosen.
+_TIME_SHARE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftModel:
+    """A draft model, loaded.
+
+    Attributes:
+        forward: its forward pass.
+        growth: how it grows trees.
+        num_slots: tokens whose KV fits.
+        vocab_size: columns of its logits.
+        captures: whether its steps are CUDA graphs.
+    """
+
+    forward: ForwardPass
+    growth: GrowthConfig
+    num_slots: int
+    vocab_size: int
+    captures: bool
+
+    @classmethod
+    def of_runner(cls, runner: ModelRunner, growth: GrowthConfig) -> Self:
+        """Return a loaded checkpoint's."""
+        return cls(
+            forward=runner.packed_forward(sessions=runner.config.max_num_seqs),
+            growth=growth,
+            num_slots=runner.slots.num_slots,
+            vocab_size=runner.vocab_size,
+            captures=runner.has_decoder and not runner.config.enforce_eager,
+        )
+
+
+class ResidentProgram(GrowthProgram):
+    """Growth steps beside the rounds of a target; see `GrowthProgram`.
+
+    Args:
+        draft: the model.
+        calibration: gives estimates.
+        pool: the target's.
+        place: of the drafter in that pool.
+        records: G, most records of a round.
+    """
+
+    def __init__(
+        self, draft: DraftModel, calibration: AcceptanceCalibration, pool: Pool, *, place: int, records: int
+    ) -> None:
+        super().__init__(
+            draft.forward,
+            draft.growth,
+            calibration,
+            sessions=pool.sessions,
+            num_slots=draft.num_slots,
+            vocab_size=draft.vocab_size,
+            device=pool.device,
+            captures=draft.captures,
+            # One more than is ever unread: of early words there is a buffer less.
+            ahead=_ROUNDS_AHEAD * MOST_STEPS + 1,
+        )
+        self._target, self._place = pool, place
+        self._followed, self._follow_verdicts = self._column(records, WORDS), self._column(records)
+        most = self.lines * self.branching
+        self._growth, self._growth_verdicts, self._growth_count = (
+            self._column(most, WORDS), self._column(most), self._column(1),
+        )  # fmt: skip
+        # Neither pool's records commit tokens.
+        self._no_commits, self._num_none = self._column(pool.sessions, 1), self._column(pool.sessions)
+
+    def follow(
+        self, records: torch.Tensor, count: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        """Do in the drafter's pool what a round has done in the target's: its records, then its commits."""
+        # The target's vocabulary may be wider: padding, which is as good as never chosen.
+        tokens = tokens.clamp(max=self._vocab_size - 1)
+        # A session that may have no nodes is not drafted.
+        is_drafted, longest = self.pool.max_nodes, self.pool.max_len
+        follow_records(records, count, is_drafted, self._followed, place=self._place, longest=longest)
+        graft(self.pool, self._followed, count, self._follow_verdicts, self._no_commits, self._num_none)
+        self._commit(tokens, num_tokens)
+
+    def _take(self) -> None:
+        """See `GrowthProgram`: rounds have done it, in `follow`."""
+        mark_time(self._began, RoundTime.BEGAN)
+
+    def _hand_on(self, rows: SampledRows, size: int) -> None:
+        """See `GrowthProgram`: into the target's pool."""
+        columns = self._nodes[:size], self._acceptances[:size], self._made[:size], self._parent_ids[:size]
+        growth_records(
+            self.pool, rows, columns, self._growth, self._growth_count, place=self._place, drafter=GrowthSource.MODEL
+        )
+        graft(
+            self._target, self._growth, self._growth_count, self._growth_verdicts, self._no_commits, self._num_none
+        )  # fmt: skip
+
+    def warm_up(self) -> None:
+        """See `GrowthProgram`."""
+        if self.captures:
+            super().warm_up()
+            return
+        self.launch(0, processes=True)
+        self._forget_rounds()
+
+
+class ResidentModel:
+    """A draft model beside the rounds of a target.
+
+    Args:
+        draft: the model.
+        pool: the target's.
+        place: of the drafter in that pool.
+        records: most records of a round.
+
+    Attributes:
+        place: as given.
+        pool: its own trees.
+        calibration: of all sessions.
+        pace: how many steps pay.
+        steps: forward passes so far.
+    """
+
+    def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
+        growth = draft.growth
+        self.place, self._growth, self._capacity = place, growth, pool.capacity
+        self.calibration = AcceptanceCalibration(
+            branching=max(growth.branching, 2),
+            prior_strength=growth.prior_strength,
+            decay=growth.calibration_decay,
+        )
+        self.pace, self.steps, self._vocab_size = DraftSteps(), 0, draft.vocab_size
+        self._program = ResidentProgram(draft, self.calibration, pool, place=place, records=records)
+        self.pool = self._program.pool
+        self._expansions = Expansions(pool.sessions, self._program.lines, self._program.branching)
+        # Nodes are handed on by the device.
+        self._is_sent, self._ids_used = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.int32)
+        # By number of the step in its round, what its buckets would have gained and the roots that it had to expand.
+        no_gains = np.zeros(len(self._program.buckets), np.int64)
+        self._early = [(no_gains, 0) for _ in range(MOST_STEPS)]
+        # By steps that are not read, oldest first: number in its round, bucket and drafted sessions.
+        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._read = 0
+
+    def warm_up(self) -> None:
+        """Compile and capture what steps need; called before any session is opened."""
+        expansions.warm_up()
+        acceptance_calibration.warm_up()
+        self._program.warm_up()
+
+    def describe_row(self, session: Session) -> None:
+        """Write the columns of a session's row, which no launched round uses; they are in place on return."""
+        row, program = session.row, self._program
+        self._expansions.clear(row)
+        program.describe_row(
+            row,
+            session.sampling,
+            np.minimum(session.history[: session.length], self._vocab_size - 1),
+            prompt_len=session.prompt_len,
+            stop_ids=session.stop_token_ids,
+            # Half a pool: draft workers have the rest.
+            max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching)
+            * session.is_drafted,
+            max_depth=min(session.max_depth, self._growth.capacity),
+        )
+
+    def follow(
+        self, records: torch.Tensor, count: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        """Run the part of a round that is the drafter's, behind the target's `re_root`.
+
+        Args:
+            records: [G, 8] int32, of the round.
+            count: [1] int32: how many.
+            tokens: [S, M] int32, committed by the round.
+            num_tokens: [S] int32: how many of each row.
+        """
+        self._program.follow(records, count, tokens, num_tokens)
+
+    def grow(self, sessions: Sequence[Session]) -> int:
+        """Launch as many steps as pay before the next round.
+
+        Args:
+            sessions: that are drafted, and may run.
+
+        Returns:
+            How many.
+        """
+        count = min(self.pace.choose(len(sessions)), _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
+        processes = any(session.sampling.has_processors for session in sessions)
+        for number in range(count):
+            bucket = self._program.choose(*self._early[number], len(sessions))
+            self._program.launch(bucket, processes=processes)
+            self._under_way.append((number, bucket, len(sessions)))
+        return count
+
+    def read(self, count: int) -> list[tuple[float, int]]:
+        """Read the oldest steps, after the report of the round that they were launched before.
+
+        Returns:
+            The sum of the values that each has expanded, and the nanoseconds that it took.
+        """
+        return [self._read_step() for _ in range(count)]
+
+    def _read_step(self) -> tuple[float, int]:
+        number, bucket, sessions = self._under_way.popleft()
+        memory, program = self._program.memory, self._program
+        report = memory.reports[self._read % len(memory.reports)].numpy()
+        early = memory.early[self._read % len(memory.early)].numpy()[EARLY_HEADER:].copy()
+        self._read += 1
+        assert report[0] == self._read, f"step {self._read} was to be read, {report[0]} has been written"
+        counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
+        rows, _, lines, _, began, ended, _ = counts
+        gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
+        self._early[number] = gains, min(needed, in_step)
+        step_ns, expanded = ended - began, 0.0
+        if rows:
+            self.steps += 1
+            program.times_ns[bucket] += _TIME_SHARE * (step_ns - program.times_ns[bucket])
+            columns = words.view(np.int32).copy()
+            self._expansions.read(columns, lines, self._is_sent, self._ids_used)
+            roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
+            expanded = roots + max(int(gains[bucket]), 0) / GAIN_SCALE
+        if rows - lines > lines:
+            self.pace.note_prefill(step_ns)
+        else:
+            self.pace.note_step(number, expanded=expanded, sessions=sessions, step_ns=step_ns)
+        return expanded, step_ns
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        """Tell the calibration what a round has committed, once the steps before it have been read."""
+        seen = self._expansions.commit(row, np.array(tokens, np.int64))
+        if len(seen):
+            self.calibration.observe_parents(seen)

@@ -1,0 +1,96 @@
+"""How many growth steps of a resident drafter pay before a round.
+
+A step pays while the nodes that it adds bring more tokens than the target commits in the time of the step:
+
+    yield x value x sessions  >=  tokens / time of the rounds  x  time of a step
+
+    value    what a step expands, for each session: 1 for a root, else the chance that verification reaches the node;
+             learned for the first, second, .. step of a round
+    yield    tokens that a round gains per value that its steps have expanded: accepted nodes, less what the target
+             would have committed in the time that verifying nodes has taken
+
+At high load verifying nodes gains nothing, and no step pays. A part of the time goes to one step more than pays, so
+that a change of the load is noticed.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+# Steps before a round: at most, and before anything was measured.
+MOST_STEPS, _FIRST_STEPS = 8, 4
+# Share of the newest measurement in the averages.
+_RATE_SHARE, _STEP_SHARE, _YIELD_SHARE = 0.1, 0.1, 0.05
+# What a step expands beyond the one before it, and the yield, before anything was measured.
+_PRIOR_DECAY, _PRIOR_YIELD = 0.8, 0.6
+_LEAST_EXPANDED = 1e-3
+# Part of the rounds' time for steps that are not known to pay; no more is saved up than several steps take.
+_EXPLORED, _MOST_SAVED_STEPS = 0.01, 4
+
+
+class DraftSteps:
+    """What steps and rounds have brought, and how many steps follow from that."""
+
+    def __init__(self) -> None:
+        self._values = [_PRIOR_DECAY**number for number in range(MOST_STEPS)]
+        self._step_ns = self._tokens = self._time_ns = self._saved_ns = 0.0
+        self._gained, self._expanded = _PRIOR_YIELD, 1.0
+
+    def choose(self, sessions: int) -> int:
+        """Return how many steps to run before the next round.
+
+        Args:
+            sessions: that are drafted, and may run.
+        """
+        if not sessions:
+            return 0
+        if not self._time_ns or not self._step_ns:
+            return _FIRST_STEPS
+        least = self._tokens / self._time_ns * self._step_ns
+        each = max(self._gained, 0.0) / self._expanded * sessions
+        sums = [0.0, *accumulate(each * value - least for value in self._values)]
+        count = sums.index(max(sums))
+        if count < MOST_STEPS and self._saved_ns >= self._step_ns:
+            self._saved_ns -= self._step_ns
+            count += 1
+        return count
+
+    def note_step(self, number: int, *, expanded: float, sessions: int, step_ns: int) -> None:
+        """Learn from a step.
+
+        Args:
+            number: of the steps before it in its round.
+            expanded: sum of the values that it has expanded.
+            sessions: as `choose` was given.
+            step_ns: what it took.
+        """
+        self._values[number] += _STEP_SHARE * (expanded / sessions - self._values[number])
+        share = _STEP_SHARE if self._step_ns else 1.0
+        self._step_ns += share * (step_ns - self._step_ns)
+
+    def note_prefill(self, step_ns: int) -> None:
+        """Take note of a step that has computed prompts for the most part: what it is worth comes with later ones."""
+        self._saved_ns = max(self._saved_ns - max(step_ns - self._step_ns, 0.0), -_MOST_SAVED_STEPS * self._step_ns)
+
+    def note_round(
+        self, *, tokens: int, accepted: int, round_ns: int, plain_ns: int, steps: Sequence[tuple[float, int]]
+    ) -> None:
+        """Learn from a round with verified rows.
+
+        Args:
+            tokens: that it committed.
+            accepted: nodes among them.
+            round_ns: what it took.
+            plain_ns: what it would have taken without nodes.
+            steps: before it: sum of the values that each has expanded, and what it took.
+        """
+        time_ns = round_ns + sum(step_ns for _, step_ns in steps)
+        share = _RATE_SHARE if self._time_ns else 1.0
+        self._tokens += share * (tokens - self._tokens)
+        self._time_ns += share * (time_ns - self._time_ns)
+        gained = accepted - self._tokens / max(self._time_ns, 1.0) * (round_ns - plain_ns)
+        expanded = sum(value for value, _ in steps)
+        # Rounds without growth say nothing of it.
+        if gained or expanded:
+            self._gained += _YIELD_SHARE * (gained - self._gained)
+            self._expanded = max(self._expanded + _YIELD_SHARE * (expanded - self._expanded), _LEAST_EXPANDED)
+        self._saved_ns = min(self._saved_ns + _EXPLORED * time_ns, _MOST_SAVED_STEPS * self._step_ns)

@@ -1,0 +1,326 @@
+"""A draft model in the target's rounds: the tokens of plain decoding, in fewer rounds, and both pools in step."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.target_worker.conftest import SIZES
+from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.rounds.driving import (
+    PROMPT,
+    SPECS,
+    TARGET_ONLY,
+    Driver,
+    make_runner,
+    no_tree,
+    open_request,
+    random_tree,
+    rounds_of,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.growth_source import GrowthSource
+from outrider.kernels.pool.columns import RowState
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.drafters.loading import load_draft
+from outrider.target_worker.drafters.model import ResidentModel
+from outrider.target_worker.rounds.draft_steps import DraftSteps
+from outrider.target_worker.sessions import WITHOUT_LIMIT, SpeculationMode
+
+pytestmark = pytest.mark.usefixtures("device")
+GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]
+ROUNDS = 300
+
+
+class FixedSteps(DraftSteps):
+    """As many steps before every round, however busy the machine is."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def choose(self, sessions: int) -> int:
+        return self.steps if sessions else 0
+
+
+@pytest.fixture(scope="module")
+def draft_folder(reference_model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target, with noise in its weights: it is often right."""
+    torch.manual_seed(9)
+    folder, draft = tmp_path_factory.mktemp("draft"), LlamaForCausalLM(reference_model.config)
+    draft.load_state_dict(reference_model.state_dict())
+    with torch.no_grad():
+        for weights in draft.parameters():
+            weights.add_(0.1 * weights.std() * torch.randn_like(weights))
+    draft.save_pretrained(folder)
+    return folder
+
+
+class Resident:
+    """Rounds with a draft model beside the target."""
+
+    def __init__(self, checkpoint: Path, draft_folder: Path, *, steps: int = 3, **overrides: Any) -> None:
+        runner = make_runner(checkpoint, **overrides)
+        self.draft = load_draft(runner, draft_folder)
+        self.loop, self.program = rounds_of(runner, draft=self.draft, **overrides)
+        assert self.program.drafter is not None
+        self.drafter: ResidentModel = self.program.drafter
+        self.drafter.pace = FixedSteps(steps)
+
+    def check_pools(self) -> int:
+        """Both pools know the same sessions; return the nodes of the drafter that the target has."""
+        mine, theirs = self.drafter.pool, self.program.pool
+        nodes = 0
+        for row in range(mine.sessions):
+            if mine.state[row] == RowState.EMPTY:
+                continue
+            assert mine.generation[row] == theirs.generation[row]
+            length = int(mine.length[row])
+            assert length == theirs.length[row]
+            assert torch.equal(mine.history[row, :length], theirs.history[row, :length])
+            own = set(mine.ids[row, : mine.count[row], 0].tolist())
+            known = set(theirs.ids[row, : theirs.count[row], self.drafter.place].tolist()) - {0}
+            assert known <= own
+            nodes += len(known)
+        return nodes
+
+    def check_empty(self) -> None:
+        """No session has left anything behind, on either side."""
+        pool, nodes = self.drafter.pool, self.drafter.pool.nodes
+        assert nodes is not None
+        assert (pool.state == RowState.EMPTY).all() and (self.program.pool.state == RowState.EMPTY).all()
+        assert int(nodes.free_tail - nodes.free_head) == self.draft.num_slots
+        free = nodes.free[torch.arange(int(nodes.free_head), int(nodes.free_tail)) % len(nodes.free)]
+        assert sorted(free.tolist()) == list(range(self.draft.num_slots))
+        assert (self.loop.session_count, self.loop.kv.slots.used, self.loop.has_work) == (0, 0, False)
+
+
+@pytest.fixture(scope="module")
+def resident(checkpoint: Path, draft_folder: Path) -> Iterator[Resident]:
+    yield Resident(checkpoint, draft_folder)
+
+
+def accepted(driver: Driver, number: int) -> int:
+    return sum(result.accepted for result in driver.decoded[number].results)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_are_those_of_plain_decoding(resident: Resident, reference_model, name: str):
+    wanted = plain_decode(reference_model, PROMPT, SPECS[name])
+    driver = Driver(resident.loop)
+    decoded = driver.open(1, SPECS[name], wanted.tokens, no_tree)
+    driver.run()
+    assert decoded.tokens == wanted.tokens
+    results = decoded.results
+    assert sum(result.selected for result in results) > 0
+    # All that was verified has come from the draft model.
+    of_model = sum(result.selected_by_kind[GrowthSource.MODEL - 1] for result in results)
+    assert of_model == sum(result.selected for result in results)
+
+
+def test_rounds_are_saved(resident: Resident, reference_model):
+    for number, spec in enumerate((GREEDY, COUPLED)):
+        wanted = plain_decode(reference_model, PROMPT, spec).tokens
+        driver, before = Driver(resident.loop), resident.loop.rounds_read
+        decoded = driver.open(number, spec, wanted, no_tree)
+        driver.run()
+        assert decoded.tokens == wanted
+        assert accepted(driver, number) > len(wanted) / 3
+        assert resident.loop.rounds_read - before < len(wanted)
+        drafters = [kinds for result in decoded.results for kinds in result.drafters]
+        assert drafters == [1 << GrowthSource.MODEL] * accepted(driver, number)
+
+
+def test_log_probabilities_are_those_without_nodes(resident: Resident, reference_model):
+    spec = SPECS["logprobs"]
+    outputs = []
+    for mode in (SpeculationMode.OFF, SpeculationMode.ASYNC):
+        resident.loop.open(replace(open_request(1, spec), mode=mode))
+        rows = []
+        while resident.loop.has_work:
+            for result in resident.loop.turn():
+                assert result.logprobs is not None
+                rows += list(zip(result.tokens, result.logprobs.token_logprobs.tolist(), strict=True))
+        outputs.append(rows)
+    plain, drafted = outputs
+    assert [token for token, _ in plain] == [token for token, _ in drafted]
+    assert [value for _, value in drafted] == pytest.approx([value for _, value in plain], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": SpeculationMode.OFF},
+        {"mode": SpeculationMode.SYNC},
+        {"sources": [GrowthSource.NGRAM]},
+        {"sampling": TARGET_ONLY},
+    ],
+    ids=["off", "sync", "n-grams", "target_only"],
+)
+def test_sessions_that_are_not_drafted_have_plain_rounds(resident: Resident, changes: dict[str, Any]):
+    resident.loop.open(replace(open_request(1, replace(GREEDY, max_new_tokens=6)), **changes))
+    steps, results = resident.drafter.steps, []
+    while resident.loop.has_work:
+        results += resident.loop.turn()
+        assert resident.check_pools() == 0
+    assert results and all(result.selected == 0 for result in results)
+    assert resident.drafter.steps == steps
+
+
+def test_a_session_without_speculation_is_not_drafted_beside_one_with(resident: Resident):
+    for number, mode in enumerate((SpeculationMode.OFF, SpeculationMode.ASYNC)):
+        resident.loop.open(replace(open_request(number, GREEDY), mode=mode))
+    selected, open_rows = [0, 0], set[int]()
+    while resident.loop.has_work:
+        for result in resident.loop.turn():
+            selected[result.key[1]] += result.selected
+        resident.check_pools()
+        open_rows.add(int((resident.drafter.pool.state != RowState.EMPTY).sum()))
+    assert selected[0] == 0 < selected[1]
+    assert max(open_rows) == 1
+
+
+def test_growth_of_others_joins_the_same_trees(resident: Resident, reference_model):
+    wanted = plain_decode(reference_model, PROMPT, GREEDY).tokens
+    driver = Driver(resident.loop, seed=4)
+    decoded = driver.open(1, GREEDY, wanted, random_tree)
+    driver.run()
+    assert decoded.tokens == wanted
+    drafters = {kinds for result in decoded.results for kinds in result.drafters}
+    assert 1 << GrowthSource.MODEL in drafters
+    # The driver's nodes are of kind 0.
+    assert any(kinds & 1 for kinds in drafters)
+
+
+def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, reference_model, tmp_path: Path):
+    sizes: dict[str, Any] = SIZES | {"max_position_embeddings": 20}
+    short = LlamaForCausalLM(LlamaConfig(**sizes))
+    short.load_state_dict(reference_model.state_dict())
+    short.save_pretrained(tmp_path)
+    resident = Resident(checkpoint, tmp_path)
+    spec = replace(GREEDY, max_new_tokens=50)
+    wanted = plain_decode(reference_model, PROMPT, spec).tokens
+    driver = Driver(resident.loop)
+    decoded = driver.open(1, spec, wanted, no_tree)
+    # Its prompt is longer than all that the draft takes.
+    prompt = [*PROMPT, *wanted[:30]]
+    longer = driver.open(2, replace(spec, max_new_tokens=20), wanted[30:], no_tree, prompt=prompt)
+    driver.run()
+    assert (decoded.tokens, longer.tokens) == (wanted, wanted[30:])
+    assert accepted(driver, 1) > 6
+    assert sum(result.selected for result in longer.results) == 0
+    resident.check_empty()
+
+
+def test_a_draft_may_have_a_narrower_vocabulary(checkpoint: Path, reference_model, tmp_path: Path):
+    torch.manual_seed(2)
+    sizes: dict[str, Any] = SIZES | {"vocab_size": 40}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    resident = Resident(checkpoint, tmp_path)
+    wanted = plain_decode(reference_model, PROMPT, COUPLED).tokens
+    assert max(PROMPT) >= 40 and max(wanted) >= 40
+    driver = Driver(resident.loop)
+    decoded = driver.open(1, COUPLED, wanted, no_tree)
+    driver.run()
+    assert decoded.tokens == wanted
+    assert sum(result.selected for result in decoded.results) > 0
+    resident.check_empty()
+
+
+def test_lost_growth_makes_the_drafter_begin_anew(checkpoint: Path, reference_model):
+    # A drafter that is always right never begins anew by itself.
+    sizes = {"capacity": 32, "max_session_rows": 4, "max_step_rows": 32}
+    resident = Resident(checkpoint, checkpoint, steps=8, **sizes)
+    spec = replace(GREEDY, max_new_tokens=80)
+    wanted = plain_decode(reference_model, PROMPT, spec).tokens
+    driver = Driver(resident.loop)
+    decoded = driver.open(1, spec, wanted, no_tree)
+    # Another's nodes below a path that takes several rounds: no room for what the drafter grows there.
+    filling = [token for token in range(61) if token != wanted[6]][:26]
+    driver.grow(1, (wanted[:6] + filling, [0, 1, 2, 3, 4, 5, *[6] * 26]), as_of=len(PROMPT))
+    was_lost = False
+    while resident.loop.has_work:
+        driver.turn()
+        was_lost |= bool(resident.program.pool.lost[:, resident.drafter.place].any())
+    assert decoded.tokens == wanted
+    assert was_lost and not resident.program.pool.lost[:, resident.drafter.place].any()
+    assert all(result.lost == 0 for result in decoded.results)
+    assert all(result.accepted >= 2 for result in decoded.results[8:])
+    resident.check_empty()
+
+
+def test_other_weights_close_the_sessions_of_both(resident: Resident, checkpoint: Path, reference_model):
+    driver = Driver(resident.loop)
+    driver.open(1, GREEDY, [], no_tree)
+    for _ in range(4):
+        driver.turn()
+    resident.loop.reload(checkpoint)
+    driver.run()
+    resident.check_empty()
+    wanted = plain_decode(reference_model, PROMPT, GREEDY).tokens
+    decoded = driver.open(2, GREEDY, wanted, no_tree)
+    driver.run()
+    assert decoded.tokens == wanted
+    assert accepted(driver, 2) > 0
+
+
+RANDOM_SPECS = [
+    SamplingSpec(max_new_tokens=30),
+    SamplingSpec(temperature=1.0, seed=5, max_new_tokens=30),
+    SamplingSpec(temperature=0.9, seed=6, top_k=12, repetition_penalty=1.2, logprobs=2, max_new_tokens=18),
+    SamplingSpec(temperature=1.0, seed=7, stop_token_ids=(3, 9, 27, 41), min_new_tokens=4, max_new_tokens=40),
+    SamplingSpec(temperature=0.8, seed=8, logit_bias={4: 1.5, 11: -3.0}, frequency_penalty=0.4, max_new_tokens=24),
+]
+
+
+def test_random_opens_closes_and_holds_keep_both_pools_in_step(checkpoint: Path, draft_folder: Path, reference_model):
+    rng = random.Random(17)
+    cases = []
+    for number in range(16):
+        prompt = [rng.randrange(61) for _ in range(rng.choice([2, 9, 30]))]
+        spec = replace(rng.choice(RANDOM_SPECS), seed=number)
+        cases.append((prompt, spec, plain_decode(reference_model, prompt, spec).tokens))
+    resident = Resident(checkpoint, draft_folder, num_slots=150, chunk=9, max_step_rows=24, max_session_rows=8)
+    loop, driver = resident.loop, Driver(resident.loop, seed=3)
+    running: dict[int, tuple[list[int], SamplingSpec, list[int]]] = {}
+    compared = opened = shared = taken = 0
+    while loop.rounds_read < ROUNDS:
+        if len(running) < 8 and rng.random() < 0.5:
+            prompt, spec, plain = rng.choice(cases)
+            done = rng.choice([0, 0, rng.randrange(len(plain))])
+            maker = rng.choice([no_tree, no_tree, random_tree])
+            driver.open(opened, spec, plain[done:], maker, prompt=prompt, output=plain[:done])
+            running[opened] = prompt, spec, plain[done:]
+            opened += 1
+        if running and rng.random() < 0.2:
+            number = rng.choice(list(running))
+            start = len(running[number][0]) + len(driver.decoded[number].tokens)
+            if rng.random() < 0.3:
+                loop.close((7, number), 1)
+            elif rng.random() < 0.8:
+                loop.limit((7, number), 1, rng.choice([0, start, start + 3, WITHOUT_LIMIT]))
+            else:
+                loop.forget((7, number), 1, 0)
+        elif rng.random() < 0.2:
+            for number in running:
+                loop.limit((7, number), 1, WITHOUT_LIMIT)
+        resident.drafter.pace = FixedSteps(rng.choice([0, 1, 3, 8]))
+        driver.turn()
+        shared += resident.check_pools()
+        for number in [number for number in running if (7, number) not in loop.keys]:
+            plain, decoded = running.pop(number)[2], driver.decoded.pop(number)
+            assert decoded.tokens == plain[: len(decoded.tokens)]
+            taken += sum(result.accepted for result in decoded.results)
+            if decoded.is_over:
+                assert decoded.tokens == plain
+                compared += 1
+    for number in running:
+        loop.close((7, number), 1)
+    driver.run()
+    resident.check_empty()
+    assert compared > ROUNDS / 40 and loop.preemptions > 0
+    assert shared > ROUNDS and taken > ROUNDS / 4
