@@ -238,7 +238,7 @@ def exported(observed: Observed) -> dict[str, set[str]]:
 
 def autoscaler_series() -> dict[str, set[str]]:
     """Ray exports its own metrics, with `ray_` before their names: the objects themselves are asked for them."""
-    metrics = pytest.importorskip("outrider.deploy.autoscaler_metrics").AutoscalerMetrics("test")
+    metrics = pytest.importorskip("outrider.deploy.demand").AutoscalerMetrics("test")
     described = [gauge.info for gauge in metrics._gauges.values()] + [metrics._changes.info]
     names = {f"ray_{metric['name']}": set(metric["tag_keys"]) for metric in described}
     return names | {f"{name}_total": labels for name, labels in names.items()}
