@@ -70,7 +70,7 @@ class Demand:
         self.decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)
         self._scaler = self._metrics = None
         if config.max_drafts is not None:
-            self._scaler, self._metrics = Autoscaler.of(config), AutoscalerMetrics(config.name)
+            self._scaler, self._metrics = Autoscaler(config.autoscaler()), AutoscalerMetrics(config.name)
 
     def drafts(self, infos: Iterable[generation_pb2.ServerInfo], *, now: int) -> int:
         """How many drafts there should be.
