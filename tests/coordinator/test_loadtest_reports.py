@@ -176,7 +176,8 @@ def test_without_matplotlib_the_report_has_tables_and_says_so(monkeypatch):
     page = report_html.page([run()], command="outrider loadtest")
     assert "<img" not in page
     assert "pictures need matplotlib" in page
-    assert "spec_decode_acceptance_length" in page
+    assert "acceptance length" in page
+    assert "TTFT from the sending" in page
 
 
 def test_pictures_are_png_files(drawn):
