@@ -1,18 +1,18 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [sources] [end-to-end] [replicas] [one-gpu] [pool] [rounds]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [one-gpu] [pool] [rounds]
 #
 # Without names everything but the last two, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end
-# and replicas. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: pool, the candidate
-# pool's tests, sanitizers and figures (four minutes); rounds, a target's rounds in process (eight).
+# and replicas. Only by name: pool, the candidate pool's tests, sanitizers and figures (four minutes); rounds, a target's
+# rounds in process (eight).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
 [ $# -ge 1 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
-[ $# -gt 0 ] || set -- tests ranks draft sources end-to-end replicas one-gpu
+[ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas one-gpu
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
@@ -41,7 +41,7 @@ widened() {
     mkdir -p "$checkpoints"
     folder=$1-$2${3:+-$3}
     [ -f "$checkpoints/$folder/config.json" ] || part 120 "widen-$folder" env CUDA_VISIBLE_DEVICES= \
-        "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$folder" --check none ${3:+--max-position-embeddings "$3"}
+        "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$folder" ${3:+--max-position-embeddings "$3"}
 }
 
 # end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on three cores that never sleep
@@ -54,18 +54,6 @@ end_to_end() {
         --target "$checkpoints/target-8b" --draft "$checkpoints/draft-160m" --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
         --scale-to 3.5 --kv-bytes 32000000000 --time-limit "$seconds" --draft-args="--kv-bytes 12000000000 $awake" \
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
-}
-
-# sources GPUS: each source of growth and their mixtures
-sources() {
-    widened target 8b
-    widened draft 160m
-    awake="--keep-cores-awake 3"
-    part 330 sources "$python" benchmarks/sources.py --device cuda --gpus "$1" --target "$checkpoints/target-8b" \
-        --draft "$checkpoints/draft-160m" --sessions 16 --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 \
-        --mixtures off model ngram model+ngram model/ngram --workloads twice edits quotes --time-limit 240 \
-        --output "$out/sources.json" --logs "$out/sources" --target-args="--kv-bytes 32000000000 $awake" \
-        --draft-args="--kv-bytes 12000000000 $awake" --coordinator-args="$awake"
 }
 
 # rounds NAME SECONDS OPTION...: a target's rounds in process, with prompts of 1,024 tokens
@@ -119,9 +107,8 @@ for name in "$@"; do
             widened draft 160m
             rounds rounds_model 180 --modes model --sessions 1 16 64 --draft "$checkpoints/draft-160m" \
                 --kv-bytes 32000000000 --draft-kv-bytes 12000000000 ;;
-        one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
-        sources) if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then sources 2; else side_by_side sources 1; fi ;;
-        *) echo "$name is none of tests, ranks, draft, sources, end-to-end, replicas, four-gpus, one-gpu, pool, rounds" >&2; exit 2 ;;
+        one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups resident shared --sessions 1 16 64 --temperatures 0 1 ;;
+        *) echo "$name is none of tests, ranks, draft, end-to-end, replicas, four-gpus, one-gpu, pool, rounds" >&2; exit 2 ;;
     esac
 done
 exit $failed

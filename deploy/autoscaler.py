@@ -13,9 +13,9 @@ A decision never rests on less than all coordinators: while one of them is silen
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
-from outrider.deploy.autoscaler_config import AutoscaleFields, AutoscalerConfig
+from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.deploy.autoscaler_model import DemandWindow, Sample, speeds, window_of
 from outrider.deploy.steadiness import Steadiness
 from outrider.v1 import generation_pb2
@@ -91,15 +91,6 @@ class Autoscaler:
         self._steady = Steadiness(up_s=config.up_s, down_s=config.down_s)
         self._trial: _Trial | None = None
         self._is_trying = False
-
-    @classmethod
-    def of(cls, config: AutoscaleFields) -> Self:
-        """The autoscaler of a deployment.
-
-        Raises:
-            ValueError: as of AutoscalerConfig.
-        """
-        return cls(AutoscalerConfig.of(config))
 
     def decide(self, infos: Sequence[generation_pb2.ServerInfo], *, drafts: int, now_s: float) -> Decision:
         """How many drafts there should be.

@@ -2,41 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, Self
-
-
-class AutoscaleFields(Protocol):
-    """The part of a deployment's configuration that is about this."""
-
-    @property
-    def min_drafts(self) -> int:
-        """Fewest draft workers."""
-        ...
-
-    @property
-    def max_drafts(self) -> int | None:
-        """Most; None keeps the count."""
-        ...
-
-    @property
-    def autoscale_draft_cost(self) -> float:
-        """As `draft_cost` below."""
-        ...
-
-    @property
-    def autoscale_up_s(self) -> float:
-        """As `up_s`."""
-        ...
-
-    @property
-    def autoscale_down_s(self) -> float:
-        """As `down_s`."""
-        ...
-
-    @property
-    def autoscale_probe_s(self) -> float:
-        """As `probe_s`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +35,3 @@ class AutoscalerConfig:
         for name in ("up_s", "down_s", "probe_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"autoscale_{name}: {getattr(self, name)} given, more than 0 needed")
-
-    @classmethod
-    def of(cls, config: AutoscaleFields) -> Self:
-        """The part of a deployment's configuration; without `max_drafts` the count stands still."""
-        return cls(
-            min_drafts=config.min_drafts,
-            max_drafts=config.min_drafts if config.max_drafts is None else config.max_drafts,
-            draft_cost=config.autoscale_draft_cost,
-            up_s=config.autoscale_up_s,
-            down_s=config.autoscale_down_s,
-            probe_s=config.autoscale_probe_s,
-        )

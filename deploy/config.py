@@ -267,6 +267,17 @@ class DeployConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
 
+    def autoscaler(self) -> AutoscalerConfig:
+        """How the drafts are scaled; without `max_drafts` their count stands still."""
+        return AutoscalerConfig(
+            min_drafts=self.min_drafts,
+            max_drafts=self.min_drafts if self.max_drafts is None else self.max_drafts,
+            draft_cost=self.autoscale_draft_cost,
+            up_s=self.autoscale_up_s,
+            down_s=self.autoscale_down_s,
+            probe_s=self.autoscale_probe_s,
+        )
+
     def _check_telemetry(self) -> None:
         scheme = (self.otlp_endpoint or "").partition("://")[0]
         if self.otlp_endpoint is not None and scheme not in ("http", "https"):
@@ -342,7 +353,7 @@ class DeployConfig:
             )
         if self.max_drafts is None and self.min_drafts:
             raise ValueError(f"min_drafts: {self.min_drafts} given, with max_drafts needed")
-        AutoscalerConfig.of(self)
+        self.autoscaler()
         self._check_placement()
 
     def _check_placement(self) -> None:

@@ -8,6 +8,7 @@ Ray's key-value store.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.experimental import internal_kv
 
 from outrider.coordinator.commands.reload import InFlight, outcome_dict, reload_weights
 from outrider.deploy.config import DeployConfig
@@ -24,7 +26,6 @@ from outrider.deploy.crew import Crew
 from outrider.deploy.demand import Demand
 from outrider.deploy.moving import Mover
 from outrider.deploy.roles import Roles, tls_of
-from outrider.deploy.saved_state import SavedState
 from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
 from outrider.deploy.status import Started, worker_status
 from outrider.deploy.telemetry import Telemetry
@@ -34,6 +35,37 @@ from outrider.security.roles import Role
 logger = logging.getLogger(__name__)
 
 _DOWN, _UP, _SERVING, _STOPPING = "down", "starting", "serving", "stopping"
+
+
+NAMESPACE = "outrider"
+
+
+class SavedState:
+    """The state of one deployment, of plain values.
+
+    Args:
+        name: of the deployment.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._key = f"deployment/{name}".encode()
+        self._written = b""
+
+    def read(self) -> dict[str, Any] | None:
+        """What was written last; None where nothing was."""
+        packed = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
+        return None if packed is None else json.loads(packed)
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Cheap where nothing has changed."""
+        packed = json.dumps(state).encode()
+        if packed != self._written:
+            internal_kv._internal_kv_put(self._key, packed, namespace=NAMESPACE)
+            self._written = packed
+
+    def forget(self) -> None:
+        """Of what has ended nothing is kept."""
+        internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
 
 
 class Controller:

@@ -5,6 +5,7 @@ of each category run first without and then with speculation, the other half in 
 slower or faster meanwhile favours neither.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from outrider.coordinator.bench.door import Tokenized, TokenizedPrompt
 from outrider.coordinator.loadtest.client_process import Access
 from outrider.coordinator.loadtest.driving import COUNTERS, Driver, Job
 from outrider.coordinator.loadtest.http_sender import HttpSender
-from outrider.coordinator.loadtest.options import LoadtestConfig, Mode
+from outrider.coordinator.loadtest.options import LoadtestConfig, Mode, Point
 from outrider.coordinator.loadtest.records import RequestRecord
 from outrider.coordinator.loadtest.senders import Ask
 from outrider.coordinator.loadtest.workloads import FromFile, Prompt, Turn
@@ -86,7 +87,6 @@ async def measure(
     config = LoadtestConfig(
         endpoint=endpoint,
         protocol="openai",
-        max_concurrency=max_concurrency,
         num_prompts=len(prompts),
         ignore_eos=False,
         timeout=timeout_s,
@@ -94,9 +94,10 @@ async def measure(
 
     async def send(mode: Mode, turns: Sequence[Turn]) -> dict[int, Answer]:
         """Answers by the turns' places; fewer than turns where the process is interrupted."""
-        own = replace(config, num_prompts=len(turns), speculation=mode)
+        own = replace(config, num_prompts=len(turns))
+        point = Point(request_rate=math.inf, max_concurrency=max_concurrency, speculation=mode)
         workload = FromFile(entries=[(turn,) for turn in turns], seed=0)
-        job = Job(config=own, point=own.points()[0], workload=workload)
+        job = Job(config=own, point=point, workload=workload)
         driven = await Driver(job, sender, begin_s=time.monotonic(), counters=[0] * COUNTERS).run()
         return {record.index: Answer(record=record, token_ids=sender.taken(record.index)) for record in driven.records}
 

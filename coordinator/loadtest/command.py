@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from outrider.command_options import config_command
-from outrider.coordinator.loadtest import compare, metrics, plots, report_html, report_json, tables
+from outrider.coordinator.loadtest import compare, metrics, report_html, report_json, tables
 from outrider.coordinator.loadtest.client_process import Access, loop_factory
 from outrider.coordinator.loadtest.options import LoadtestConfig
 from outrider.coordinator.loadtest.progress import ProgressView
@@ -103,7 +103,7 @@ def run(config: LoadtestConfig, access: Access, *, console: Console) -> list[Run
 
 
 def keep(config: LoadtestConfig, runs: Sequence[Run]) -> None:
-    """Writes the figures so far, where a file of them is asked for: what a sweep has measured outlives its end."""
+    """Writes the figures so far, where a file of them is asked for: they outlive a later run that fails."""
     if config.output_json is not None:
         report_json.write(config.output_json, runs, is_detailed=config.save_detailed)
 
@@ -123,19 +123,15 @@ def write(config: LoadtestConfig, runs: Sequence[Run]) -> list[Path]:
     """The files that are asked for.
 
     Raises:
-        MissingPackage: pictures are asked for, and matplotlib is not installed.
         OSError: a file cannot be written.
     """
     written = []
-    # First what cannot fail for want of a package.
     if config.output_json is not None:
         report_json.write(config.output_json, runs, is_detailed=config.save_detailed)
         written.append(config.output_json)
     if config.html is not None:
         report_html.write(config.html, runs, command=shlex.join(["outrider", *sys.argv[1:]]))
         written.append(config.html)
-    if config.plots is not None:
-        written += plots.write(config.plots, runs)
     return written
 
 

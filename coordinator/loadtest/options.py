@@ -18,7 +18,7 @@ _MODES = ("async", "sync", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One run of a sweep."""
+    """One run of a load test."""
 
     request_rate: float
     max_concurrency: int | None
@@ -48,6 +48,8 @@ class LoadtestConfig:
         num_prompts: requests (of multi-turn: conversations); default 100, of a trace all, with --duration no bound.
         duration: no request (of multi-turn: no conversation) is begun after so many seconds.
         request_rate: arrivals a second; inf sends everything at once, with --max-concurrency whenever a place is free.
+            Several with commas between them are one run each, as are several of --max-concurrency and --speculation:
+            every combination.
         arrivals: what passes between two: gamma (see --burstiness), or always the same.
         burstiness: 1 is a Poisson process, less comes in bursts, more is steadier.
         ramp_up_strategy: how the rate grows; goes before --request-rate.
@@ -69,22 +71,17 @@ class LoadtestConfig:
         tokenizer: folder with tokenizer.json, to count sharegpt's tokens; default the embedded pair's.
         temperature: 0 is greedy.
         ignore_eos: go on after end-of-sequence, so that outputs are as long as asked for.
-        speculation: how drafts are used; servers other than this project's ignore it.
+        speculation: how drafts are used: async, sync or off; servers other than this project's ignore it.
         sources: what may draft: model, ngram, eagle, with commas between them; default all that there are.
         seed: of arrivals, prompts and sampling: the same seed sends the same.
         timeout: seconds after which a request has failed.
         goodput: service level objectives in ms, such as "ttft:500 tpot:50 e2el:2000"; may be repeated.
-        sweep_request_rate: rates with commas between them: one run each.
-        sweep_max_concurrency: the same of --max-concurrency.
-        sweep_speculation: the same of --speculation; sweeps multiply.
-        sweep_pause: seconds between runs.
         client_processes: that send; one event loop is not enough for thousands of streams.
         connections: gRPC connections a process; default one for 128 requests under way.
         traced_requests: so many have every verification reported (grpc), which shows where a round's time goes.
         output_json: file for the figures, named as vLLM's `bench serve` names them.
         save_detailed: put every request's figures into it, too.
-        plots: folder for pictures (PNG); needs the extra plots.
-        html: file for a report that needs nothing beside it.
+        html: file for a report that needs nothing beside it; its pictures need the extra plots.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -99,13 +96,13 @@ class LoadtestConfig:
     dataset_path: Path | None = None
     num_prompts: int | None = None
     duration: float | None = None
-    request_rate: float = math.inf
+    request_rate: str = "inf"
     arrivals: Literal["gamma", "fixed"] = "gamma"
     burstiness: float = 1.0
     ramp_up_strategy: Literal["none", "linear", "exponential"] = "none"
     ramp_up_start_rps: float = 1.0
     ramp_up_end_rps: float = 10.0
-    max_concurrency: int | None = None
+    max_concurrency: str | None = None
     num_warmups: int = 4
     output_len: int | None = None
     random_input_len: int = 256
@@ -120,21 +117,16 @@ class LoadtestConfig:
     tokenizer: Path | None = None
     temperature: float = 0.0
     ignore_eos: bool = True
-    speculation: Mode = "async"
+    speculation: str = "async"
     sources: str | None = None
     seed: int = 0
     timeout: float = 600.0
     goodput: tuple[str, ...] = ()
-    sweep_request_rate: str | None = None
-    sweep_max_concurrency: str | None = None
-    sweep_speculation: str | None = None
-    sweep_pause: float = 1.0
     client_processes: int = 1
     connections: int | None = None
     traced_requests: int = 16
     output_json: Path | None = None
     save_detailed: bool = False
-    plots: Path | None = None
     html: Path | None = None
 
     def __post_init__(self) -> None:
@@ -167,13 +159,13 @@ class LoadtestConfig:
         self.arrivals_of(points[0])
 
     def points(self) -> list[Point]:
-        """The runs: all combinations of what is swept, rates changing quickest."""
-        rates = _listed("sweep_request_rate", self.sweep_request_rate, float) or [self.request_rate]
-        caps = _listed("sweep_max_concurrency", self.sweep_max_concurrency, int) or [self.max_concurrency]
-        modes = (self.sweep_speculation or self.speculation).split(",")
+        """The runs: all combinations of rates, caps and modes, rates changing quickest."""
+        rates = _listed("request_rate", self.request_rate, float)
+        caps = [None] if self.max_concurrency is None else _listed("max_concurrency", self.max_concurrency, int)
+        modes = self.speculation.split(",")
         for mode in modes:
             if mode not in _MODES:
-                raise ValueError(f"sweep_speculation: {mode!r} given, one of {', '.join(_MODES)} needed")
+                raise ValueError(f"speculation: {mode!r} given, one of {', '.join(_MODES)} needed")
         return [
             Point(request_rate=rate, max_concurrency=cap, speculation=cast("Mode", mode))
             for mode, cap, rate in itertools.product(modes, caps, rates)
@@ -211,9 +203,7 @@ class LoadtestConfig:
         return replace(self, endpoint=endpoint)
 
 
-def _listed(name: str, text: str | None, kind: type) -> list:
-    if text is None:
-        return []
+def _listed(name: str, text: str, kind: type) -> list:
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -225,7 +215,6 @@ def _listed(name: str, text: str | None, kind: type) -> list:
 
 _AT_LEAST_ONE = (
     "num_prompts",
-    "max_concurrency",
     "output_len",
     "random_input_len",
     "random_output_len",
@@ -242,6 +231,5 @@ _NOT_NEGATIVE = (
     "think_time",
     "temperature",
     "seed",
-    "sweep_pause",
     "traced_requests",
 )

@@ -1,8 +1,7 @@
-"""Pictures of a load test, as PNG: latency against load, acceptance, where a round's time goes, how a run went."""
+"""PNG pictures of a load test's report: latency against load, acceptance, where a round's time goes, how a run went."""
 
 import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.coordinator.loadtest import metrics
@@ -31,20 +30,6 @@ def pictures(runs: Sequence[Run]) -> dict[str, bytes]:
     mpl.use("Agg")
     drawn = {name: draw(runs) for name, draw in _PICTURES.items()}
     return {name: picture for name, picture in drawn.items() if picture is not None}
-
-
-def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
-    """One file a picture.
-
-    Raises:
-        MissingPackage: matplotlib is not installed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, picture in pictures(runs).items():
-        paths.append(folder / f"{name}.png")
-        paths[-1].write_bytes(picture)
-    return paths
 
 
 def load_axis(runs: Sequence[Run]) -> tuple[str, Callable[[Run], float]]:

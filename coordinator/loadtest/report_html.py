@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.coordinator.loadtest.plots import pictures
 from outrider.coordinator.loadtest.running import Run
-from outrider.coordinator.loadtest.tables import FROM_SEND, LATENCIES, client_warning, rate_text
+from outrider.coordinator.loadtest.tables import STATISTICS, client_warning, latency_rows, rate_text, total_rows
 from outrider.errors import MissingPackage
 
 _STYLE = """
@@ -28,24 +28,6 @@ _CAPTIONS = {
     "round_time": "Where a round's time goes, from one result of the target to the next.",
     "time_line": "How the runs went.",
 }
-_TOTALS = (
-    ("completed", "{}"),
-    ("failed", "{}"),
-    ("duration", "{:.2f} s"),
-    ("request_throughput", "{:.2f} /s"),
-    ("request_goodput", "{:.2f} /s"),
-    ("output_throughput", "{:.1f} tokens/s"),
-    ("total_token_throughput", "{:.1f} tokens/s"),
-    ("total_input_tokens", "{:,}"),
-    ("total_output_tokens", "{:,}"),
-    ("max_concurrent_requests", "{}"),
-    ("spec_decode_acceptance_length", "{:.3f}"),
-    ("spec_decode_acceptance_rate", "{:.1f} %"),
-    ("spec_decode_num_drafts", "{:,}"),
-    ("client_cpu_share", "{:.0%} of a core"),
-    ("client_p99_loop_lag_ms", "{:.1f} ms"),
-)
-_STATISTICS = ("mean", "median", "std", "p90", "p99")
 
 
 def write(path: Path, runs: Sequence[Run], *, command: str) -> None:
@@ -100,19 +82,12 @@ def _run(run: Run) -> str:
     figures = run.figures
     warning = client_warning(figures)
     rate, cap = rate_text(figures["request_rate"]), figures["max_concurrency"] or "any number"
-    totals = [(key, form.format(figures[key])) for key, form in _TOTALS if figures.get(key) is not None]
     return (
         f"<h2>{html.escape(run.point.label)}</h2>"
         + (f'<p class="warning">{html.escape(warning)}</p>' if warning else "")
         + f'<p class="note">rate {html.escape(rate)}, burstiness {figures["burstiness"]:g}, at most {cap} at a time</p>'
-        + _table(("", "value"), totals)
-        + _table(
-            ("ms", *_STATISTICS),
-            [
-                (title, *(f"{figures[f'{each}_{name}_ms']:.2f}" for each in _STATISTICS))
-                for name, title in (*LATENCIES, *FROM_SEND)
-            ],
-        )
+        + _table(("", "value"), total_rows(figures))
+        + _table(("ms", *STATISTICS), latency_rows(figures, from_send=True))
         + _errors(figures)
     )
 

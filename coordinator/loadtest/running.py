@@ -1,6 +1,5 @@
 """The runs of a load test, one after the other: what is asked, what came of it, in figures."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +21,7 @@ from outrider.security.tls import TlsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a sweep: its figures, what they were made of, and whether it was ended before its time."""
+    """One run: its figures, what they were made of, and whether it was ended before its time."""
 
     point: Point
     figures: dict[str, Any]
@@ -52,9 +51,7 @@ async def run_all(
     """
     workload = await load_workload(config, access)
     runs: list[Run] = []
-    for number, point in enumerate(config.points()):
-        if number:
-            await asyncio.sleep(config.sweep_pause)
+    for point in config.points():
         watch = begin(point, total_requests(config, workload))
         runs.append(await run_point(config, point, workload, access, watch=watch))
         on_run(runs)

@@ -1,4 +1,4 @@
-"""What a load test prints when it is over."""
+"""What a load test prints when it is over, and its report says."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,18 +9,19 @@ from rich.markup import escape
 from rich.table import Table
 
 Figures = Mapping[str, Any]
-LATENCIES = (
+_LATENCIES = (
     ("ttft", "TTFT: time to first token"),
     ("tpot", "TPOT: a token after the first"),
     ("itl", "ITL: between chunks of tokens"),
     ("e2el", "E2EL: the whole request"),
 )
-FROM_SEND = (
+_FROM_SEND = (
     ("ttft_from_send", "TTFT from the sending"),
     ("e2el_from_send", "E2EL from the sending"),
     ("client_queue_time", "waited at the client"),
 )
-_STATISTICS = ("mean", "median", "std", "p90", "p99")
+STATISTICS = ("mean", "median", "std", "p90", "p99")
+_MOST_ERRORS = 3
 # Without a cap on the concurrency: below it the two figures are the same but for the client's own time.
 _NOTABLE_DELAY_MS = 10.0
 
@@ -34,6 +35,15 @@ def _totals(figures: Figures) -> Table:
     table = Table(title=str(figures["label"]), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
+    errors = list(figures["error_counts"].items())[:_MOST_ERRORS]
+    rows = total_rows(figures) + [(f"error, {count} times", escape(message[:100])) for message, count in errors]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def total_rows(figures: Figures) -> list[tuple[str, str]]:
+    """Everything of a run but its latencies and errors: (name, value)."""
     rows = [
         ("requests", f"{figures['completed']} completed, {figures['failed']} failed"),
         ("duration", f"{figures['duration']:.2f} s"),
@@ -51,37 +61,35 @@ def _totals(figures: Figures) -> Table:
             ("draft tokens accepted", f"{figures['spec_decode_acceptance_rate']:.1f} %"),
         ]
     if "traced_rounds" in figures:
-        rows.append(("a round's time", round_text(figures)))
-    rows += [
-        (f"error, {count} times", escape(message[:100])) for message, count in list(figures["error_counts"].items())[:3]
-    ]
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def round_text(figures: Figures) -> str:
-    """Where a round's time goes, in words."""
-    return (
-        f"{figures['round_forward_ms']:.2f} ms forward, {figures['round_host_ms']:.2f} host, "
-        f"{figures['round_between_ms']:.2f} between"
-    )
+        shares = ((figures[f"round_{part}_ms"], part) for part in ("forward", "host", "between"))
+        rows.append(("a round's time", ", ".join(f"{ms:.2f} ms {part}" for ms, part in shares)))
+    return rows
 
 
 def _latencies(figures: Figures) -> Table:
     since = "the sending, as the loop is closed" if figures["latency_from"] == "sending" else "the intended arrival"
     table = Table(
-        "ms", *_STATISTICS, title=f"Latencies, counted from {since}", title_justify="left", caption_justify="left"
+        "ms", *STATISTICS, title=f"Latencies, counted from {since}", title_justify="left", caption_justify="left"
     )
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = list(LATENCIES)
-    if figures["max_concurrency"] is not None or figures["p99_client_queue_time_ms"] > _NOTABLE_DELAY_MS:
-        rows += FROM_SEND
+    has_waited = figures["max_concurrency"] is not None or figures["p99_client_queue_time_ms"] > _NOTABLE_DELAY_MS
+    if has_waited:
         table.caption = "Requests waited at the client: the first lines count that, those from the sending do not."
-    for name, title in rows:
-        table.add_row(title, *(f"{figures[f'{each}_{name}_ms']:.2f}" for each in _STATISTICS))
+    for row in latency_rows(figures, from_send=has_waited):
+        table.add_row(*row)
     return table
+
+
+def latency_rows(figures: Figures, *, from_send: bool) -> list[tuple[str, ...]]:
+    """(title, a value for each of `STATISTICS`) of every latency.
+
+    Args:
+        figures: of a run.
+        from_send: also what leaves out the wait at the client.
+    """
+    rows = _LATENCIES + (_FROM_SEND if from_send else ())
+    return [(title, *(f"{figures[f'{each}_{name}_ms']:.2f}" for each in STATISTICS)) for name, title in rows]
 
 
 def sweep_table(runs: Sequence[Figures]) -> Table:

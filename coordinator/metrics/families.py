@@ -6,7 +6,6 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -23,7 +22,7 @@ from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.registered_worker import RegisteredWorker
 from outrider.growth_source import GrowthSource
 from outrider.metrics.families import Families, registry_of
-from outrider.v1 import generation_pb2, registry_pb2
+from outrider.v1 import registry_pb2
 
 _NS = 1e9
 STATES = ("connecting", "serving", "draining", "quarantined", "lost")
@@ -108,80 +107,6 @@ class CoordinatorMetrics:
             families.counter("worker_steps", "Its steps, for all coordinators.", load.steps, **labels)
             age_s = (now_ns - worker.reported_ns) / _NS
             families.gauge("worker_lease_age_seconds", "Since its last heartbeat.", age_s, **labels)
-
-    def snapshot(self) -> dict[str, Any]:
-        """What a live view shows, as plain data; on the event loop."""
-        totals = self._scheduler.totals
-        counts = totals.serving
-        now_ns = time.monotonic_ns()
-        depths = counts.accepted_depths
-        return {
-            "uptime_s": (now_ns - self._started_ns) / _NS,
-            "running": self._scheduler.running_sessions,
-            "waiting": self._scheduler.waiting_requests,
-            "requests": totals.requests,
-            "emitted_tokens": totals.emitted_tokens,
-            "steps": totals.steps,
-            "rounds": totals.verify_steps,
-            "acceptance_length": 1 + totals.accepted_tokens / totals.verify_steps if totals.verify_steps else 1.0,
-            "drafts": sum(depths.values()),
-            "drafted_tokens": totals.drafted_tokens,
-            "accepted_tokens": totals.accepted_tokens,
-            "accepted_per_position": accepted_per_position(depths, self._max_depth),
-            "bare_rounds": counts.bare_drafted + counts.bare_undrafted,
-            "step_s": counts.step.total / _NS,
-            "refused": dict(counts.refused),
-            "finished": dict(counts.finished),
-            "workers": [
-                {
-                    "worker_id": worker.worker_id,
-                    "role": _role(worker),
-                    "state": worker.state,
-                    "address": worker.introduction.address,
-                    "sessions": worker.load.sessions,
-                    "slots_used": worker.load.slots_used,
-                    "slots_cached": worker.load.slots_cached,
-                    "slots_total": worker.load.slots_total,
-                    "busy": worker.load.busy,
-                    "steps": worker.load.steps,
-                    "lease_age_ms": (now_ns - worker.reported_ns) / 1e6,
-                }
-                for worker in self._workers.values()
-            ],
-        }
-
-
-def snapshot_of(info: generation_pb2.ServerInfo) -> dict[str, Any]:
-    """The part of `CoordinatorMetrics.snapshot` that a client learns from GetServerInfo, under the same names."""
-    speculation = info.speculation
-    return {
-        "uptime_s": info.uptime_s,
-        "running": info.running_sessions,
-        "waiting": info.waiting_requests,
-        "requests": info.requests_total,
-        "emitted_tokens": info.emitted_tokens_total,
-        "steps": info.steps_total,
-        "rounds": speculation.verify_steps,
-        "acceptance_length": speculation.acceptance_length,
-        "drafted_tokens": speculation.spec_draft_tokens,
-        "accepted_tokens": speculation.spec_accepted_tokens,
-        "workers": [
-            {
-                "worker_id": status.introduction.worker_id,
-                "role": _ROLES.get(status.introduction.role, "unknown"),
-                "state": status.state,
-                "address": status.introduction.address,
-                "sessions": status.load.sessions,
-                "slots_used": status.load.slots_used,
-                "slots_cached": status.load.slots_cached,
-                "slots_total": status.load.slots_total,
-                "busy": status.load.busy,
-                "steps": status.load.steps,
-                "lease_age_ms": status.lease_age_ms,
-            }
-            for status in info.workers
-        ],
-    }
 
 
 def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -417,30 +417,6 @@ class GrowthBatch:
     distributions: Sequence[DraftDistribution | None] = ()
     source: GrowthSource = GrowthSource.MODEL
     steps: int = 1
-
-    @classmethod
-    def of(cls, growths: Sequence[Growth]) -> Self:
-        """Growth of several sessions, by one source, as one message."""
-        (source,) = {growth.source for growth in growths}
-
-        def column(name: str) -> list[Any]:
-            return [value for growth in growths for value in getattr(growth, name)]
-
-        return cls(
-            session_ids=[growth.session_id for growth in growths],
-            epochs=[growth.epoch for growth in growths],
-            as_of=[growth.as_of for growth in growths],
-            node_counts=[len(growth.node_ids) for growth in growths],
-            complete=[growth.complete for growth in growths],
-            forgot=[growth.forgot for growth in growths],
-            again=[growth.again for growth in growths],
-            node_ids=column("node_ids"),
-            parents=column("parents"),
-            tokens=column("tokens"),
-            acceptance=np.array(column("acceptance"), np.float32),
-            distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
-            source=source,
-        )
 
     def of_session(self, place: int) -> Growth:
         """One session's part."""

@@ -27,7 +27,6 @@ from outrider.coordinator.sessions.session_faults import SessionFaults
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.sessions.waiting import WaitingSessions
-from outrider.coordinator.sessions.weights_gate import WeightsGate
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.drafts import Drafts
 from outrider.coordinator.workers.links import DraftLink, TargetLink
@@ -38,12 +37,50 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.errors import (
     OutriderError,
     PoisonRequest,
+    WeightsReplaced,
     WorkerUnavailable,
 )
 from outrider.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
+
+
+class WeightsGate:
+    """Which weights a request's tokens are chosen with, and who waits while they are changed.
+
+    A request is of the weights that the service runs with when it is placed at a target; from then on, wherever it goes
+    on, it has to find the same. While the gate is held nothing is placed but what has begun: a request whose other
+    choices run, or one that has lost its target.
+
+    Attributes:
+        version: that the targets run with; empty while nobody knows.
+        is_held: nothing new is to begin.
+    """
+
+    def __init__(self) -> None:
+        self.version = ""
+        self.is_held = False
+
+    def fits(self, weights: str) -> bool:
+        """Whether what began with these weights may go on."""
+        return not weights or not self.version or weights == self.version
+
+    def check(self, weights: str) -> None:
+        """The same.
+
+        Raises:
+            WeightsReplaced: it may not.
+        """
+        if not self.fits(weights):
+            raise self.refusal(weights)
+
+    def refusal(self, weights: str) -> WeightsReplaced:
+        """What whoever began with these weights is told."""
+        return WeightsReplaced(
+            f"weights were replaced: the service runs with {self.version}, and the request began with {weights}; the "
+            "tokens delivered stay valid, ask anew for an answer of the new ones"
+        )
 
 
 class Scheduler:

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.coordinator.fake_workers import FakeDraft, FakeTarget, expected_output
+from tests.coordinator.fake_workers import FakeDraft, FakeTarget, batch_of, expected_output
 from tests.coordinator.virtual_time import VirtualTimeLoop
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
-from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, TokenDelta
+from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, Growth, TokenDelta
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.growth_source import GrowthSource
@@ -40,6 +40,10 @@ class Bench:
         draft.deliver = lambda growth: self.scheduler.take_growth(name, growth)
         self.scheduler.add_draft(name, draft, self.limits, sources=sources)  # type: ignore[arg-type]
         return draft
+
+    def grow(self, draft: str, *growths: Growth) -> None:
+        """One message of a draft."""
+        self.scheduler.take_growth(draft, batch_of(*growths))
 
     def check_workers(self) -> None:
         """Nobody was told what no worker is to be told."""

@@ -6,7 +6,9 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from outrider.coordinator.sessions.messages import (
     Commits,
@@ -42,6 +44,30 @@ def expected_output(prompt: Sequence[int], sampling: SamplingSpec) -> list[int]:
         if token_ids[-1] in sampling.stop_token_ids:
             break
     return token_ids[len(prompt) :]
+
+
+def batch_of(*growths: Growth) -> GrowthBatch:
+    """Growth of several sessions, by one source, as one message."""
+    (source,) = {growth.source for growth in growths}
+
+    def column(name: str) -> list[Any]:
+        return [value for growth in growths for value in getattr(growth, name)]
+
+    return GrowthBatch(
+        session_ids=[growth.session_id for growth in growths],
+        epochs=[growth.epoch for growth in growths],
+        as_of=[growth.as_of for growth in growths],
+        node_counts=[len(growth.node_ids) for growth in growths],
+        complete=[growth.complete for growth in growths],
+        forgot=[growth.forgot for growth in growths],
+        again=[growth.again for growth in growths],
+        node_ids=column("node_ids"),
+        parents=column("parents"),
+        tokens=column("tokens"),
+        acceptance=np.array(column("acceptance"), np.float32),
+        distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
+        source=source,
+    )
 
 
 class Everything(set[int]):
@@ -422,7 +448,7 @@ class FakeDraft:
             with contextlib.suppress(StopIteration):
                 growths = next(work)
             for growth in growths:
-                self.deliver(GrowthBatch.of([growth]))
+                self.deliver(batch_of(growth))
 
         task = asyncio.ensure_future(send(growths))
         self._tasks.add(task)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
+from tests.coordinator.scripted_scheduler import Play, ScriptedScheduler
 
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.http.app import create_app
@@ -30,69 +31,14 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.errors import OutriderError, Overloaded
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, generation_pb2
 
 _TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
-Play = Callable[[GenerationRequest], Sequence[GenerationEvent | OutriderError | None]]
 
 
 TOKENIZER = tokenizer_of_bytes()
 A, B, C = (ALPHABET[char] for char in "abc")
-
-
-class ScriptedGeneration:
-    """Plays one event after the other; None waits until it is told to go on, or ended."""
-
-    weights = ""
-
-    def __init__(self, events: Sequence[GenerationEvent | OutriderError | None]) -> None:
-        self._events = events
-        self._error: OutriderError | None = None
-        self.go_on = asyncio.Event()
-        self.is_cancelled = asyncio.Event()
-        self.played = 0
-
-    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
-        for event in self._events:
-            if event is None:
-                await self.go_on.wait()
-            if self._error is not None:
-                raise self._error
-            if isinstance(event, OutriderError):
-                raise event
-            if event is not None:
-                self.played += 1
-                yield event
-
-    def cancel(self) -> None:
-        self.is_cancelled.set()
-
-    def abort(self, error: OutriderError) -> None:
-        self._error = error
-        self.go_on.set()
-
-
-class ScriptedScheduler:
-    def __init__(self, play: Play) -> None:
-        self.play = play
-        self.requests: list[GenerationRequest] = []
-        self.generations: list[ScriptedGeneration] = []
-        self.error: OutriderError | None = None
-        self.room = 100
-
-    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
-        if choices > self.room:
-            raise Overloaded("full", retry_after_s=2.5)
-
-    def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> ScriptedGeneration:
-        if self.error is not None:
-            raise self.error
-        self.requests.append(request)
-        self.generations.append(ScriptedGeneration(self.play(request)))
-        return self.generations[-1]
 
 
 def delta(*token_ids: int, text: str = "", index: int = 0, logprobs: TokenLogprobs | None = None) -> TokenDelta:

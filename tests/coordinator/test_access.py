@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
 from outrider.client_errors import error_of
 from outrider.coordinator.api.access import MAX_WATCHES, Access, TokenInterceptor
@@ -21,14 +22,11 @@ from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
-    GenerationEvent,
-    GenerationRequest,
     GenerationResult,
     SpeculationCounts,
     TokenDelta,
 )
-from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unauthenticated
+from outrider.errors import InvalidRequest, Overloaded, Unauthenticated
 from outrider.rpc import RoleServer, open_channel
 from outrider.security.bearer import authorized
 from outrider.security.tokens import TokenEntry, hash_of, new_token
@@ -43,51 +41,14 @@ RESULT = GenerationResult(
     total_s=0.0,
     cached_tokens=0,
 )
+FOUR_TOKENS = TokenDelta(index=0, token_ids=(1, 2, 3, 4), text="", offset=0, text_offset=0)
 ALICE, BOB, UNKNOWN = new_token(), new_token(), new_token()
-
-
-class Generation:
-    """Four tokens, then what the test lets come."""
-
-    weights = ""
-
-    def __init__(self) -> None:
-        self.go_on = asyncio.Event()
-        self.error: OutriderError | None = None
-
-    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
-        yield TokenDelta(index=0, token_ids=(1, 2, 3, 4), text="", offset=0, text_offset=0)
-        await self.go_on.wait()
-        if self.error is not None:
-            raise self.error
-        yield RESULT
-
-    def cancel(self) -> None:
-        self.go_on.set()
-
-    def abort(self, error: OutriderError) -> None:
-        self.error = error
-        self.go_on.set()
-
-
-class Scheduler:
-    def __init__(self) -> None:
-        self.generations: list[Generation] = []
-        self.callers: list[str] = []
-
-    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
-        pass
-
-    def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> Generation:
-        self.generations.append(Generation())
-        self.callers.append(request.caller)
-        return self.generations[-1]
 
 
 class Door:
     """A server with tokens, and what the test does at it."""
 
-    def __init__(self, channel: grpc.aio.Channel, scheduler: Scheduler, servicer: GenerationServicer) -> None:
+    def __init__(self, channel: grpc.aio.Channel, scheduler: ScriptedScheduler, servicer: GenerationServicer) -> None:
         self.channel = channel
         self.scheduler = scheduler
         self.servicer = servicer
@@ -118,7 +79,7 @@ class Door:
 @contextlib.asynccontextmanager
 async def serving(path: Path, **alice: int) -> AsyncIterator[Door]:
     write_tokens(path, TokenEntry(name="alice", sha256=hash_of(ALICE), **alice), BOB_ENTRY)
-    scheduler, access = Scheduler(), Access(path)
+    scheduler, access = ScriptedScheduler(lambda _: [FOUR_TOKENS, None, RESULT]), Access(path)
     servicer = GenerationServicer(
         scheduler,
         model=MODEL,
@@ -222,7 +183,7 @@ async def test_another_tokens_requests_are_out_of_reach(tokens: Path):
         with pytest.raises(grpc.aio.AioRpcError, match="another stream took it over"):
             await call.read()
         await door.finish(taken_over)
-        assert door.scheduler.callers == ["alice", "bob", "alice"]
+        assert [request.caller for request in door.scheduler.requests] == ["alice", "bob", "alice"]
 
 
 async def refusal(door: Door, token: str, request_id: str = "", **params: Any) -> Overloaded:

@@ -14,7 +14,6 @@ from outrider.coordinator.sessions.messages import (
     GenerationRequest,
     GenerationResult,
     Growth,
-    GrowthBatch,
     Outcome,
     RoundResults,
     SpeculationMode,
@@ -119,7 +118,7 @@ async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(b
             session_id=first.session_id, epoch=first.draft_epochs["draft"], as_of=len(first.token_ids),
             node_ids=[token], parents=[0], tokens=[token], acceptance=[0.5],
         )  # fmt: skip
-        bench.scheduler.take_growth("draft", GrowthBatch.of([grown]))
+        bench.grow("draft", grown)
         bench.scheduler.take_results("target", a_token_for_all(generation, token, is_over=token == 10))
         await settle()
     async for event in generation:

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from outrider.coordinator.sessions.messages import Growth, GrowthBatch, SpeculationMode
+from outrider.coordinator.sessions.messages import Growth, SpeculationMode
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.draft_demand import DraftDemand
 from outrider.growth_source import GrowthSource
@@ -63,23 +63,21 @@ async def test_nodes_below_one_parent_are_one_expansion(bench, make_request):
     bench.add_draft(delay_s=1000.0)
     generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2)]
     one, two = (generation.sessions[0] for generation in generations)
-    batch = GrowthBatch.of(
-        [
-            growth_of(one.session_id, one.draft_epochs["draft"], [(1, 0, 5), (2, 0, 6), (3, 1, 7)]),
-            growth_of(two.session_id, two.draft_epochs["draft"], [(1, 0, 5), (2, 1, 6)]),
-        ]
+    bench.grow(
+        "draft",
+        growth_of(one.session_id, one.draft_epochs["draft"], [(1, 0, 5), (2, 0, 6), (3, 1, 7)]),
+        growth_of(two.session_id, two.draft_epochs["draft"], [(1, 0, 5), (2, 1, 6)]),
     )
-    bench.scheduler.take_growth("draft", batch)
     demand = bench.scheduler.totals.demand
     assert (demand.draft_steps, demand.grown_sessions, demand.expanded_nodes) == (1, 2, 4)
     # A message without a node is no step's.
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(one.session_id, 1, [])]))
+    bench.grow("draft", growth_of(one.session_id, 1, []))
     assert demand.draft_steps == 1
     # Nor is a tree that is sent again, what n-grams grow, or growth of an epoch that has passed.
-    again = GrowthBatch.of([growth_of(one.session_id, one.draft_epochs["draft"], [(1, 0, 5)])])
-    bench.scheduler.take_growth("draft", replace(again, again=[True]))
-    bench.scheduler.take_growth("draft", replace(again, source=GrowthSource.NGRAM))
-    bench.scheduler.take_growth("draft", replace(again, epochs=[0]))
+    again = growth_of(one.session_id, one.draft_epochs["draft"], [(1, 0, 5)])
+    bench.grow("draft", replace(again, again=True))
+    bench.grow("draft", replace(again, source=GrowthSource.NGRAM))
+    bench.grow("draft", replace(again, epoch=0))
     assert (demand.draft_steps, demand.grown_sessions, demand.expanded_nodes) == (1, 2, 4)
     for generation in generations:
         generation.cancel()

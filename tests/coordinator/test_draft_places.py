@@ -9,7 +9,6 @@ from outrider.coordinator.sessions.messages import (
     FaultKind,
     GenerationRequest,
     Growth,
-    GrowthBatch,
     SessionFault,
     SessionOpening,
     SpeculationMode,
@@ -312,7 +311,7 @@ async def test_the_growth_of_two_drafts_is_one_tree(make_bench, expect_output):
             tokens=tokens,
             acceptance=(0.9, 0.9, 0.5),
         )
-        bench.scheduler.take_growth(name, GrowthBatch.of([growth]))
+        bench.grow(name, growth)
     outputs, result = await task
     assert outputs == [right]
     assert [list(growth.places) for growth in target.grown] == [[0], [1]]
@@ -410,9 +409,9 @@ async def test_a_draft_grows_by_no_more_sources_than_there_are_places(make_bench
         acceptance=[0.5], source=NGRAM,
     )  # fmt: skip
     # Nobody asked it for this.
-    bench.scheduler.take_growth("three", GrowthBatch.of([growth]))
+    bench.grow("three", growth)
     assert (bench.scheduler.totals.dropped_nodes, target.grown) == (1, [])
-    bench.scheduler.take_growth("two", GrowthBatch.of([replace(growth, epoch=session.draft_epochs["two"])]))
+    bench.grow("two", replace(growth, epoch=session.draft_epochs["two"]))
     assert [list(growth.places) for growth in target.grown] == [[2]]
     generation.cancel()
 

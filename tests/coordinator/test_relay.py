@@ -11,7 +11,6 @@ from tests.coordinator.fake_workers import next_token
 from outrider.coordinator.sessions.messages import (
     FaultKind,
     Growth,
-    GrowthBatch,
     Outcome,
     RoundResults,
     SpeculationMode,
@@ -71,7 +70,7 @@ async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_req
     sessions = begin(bench, make_request, 4)
     trees = [[5, 6], [7], [8, 9, 10], [11]]
     batch = [growth_of(session, tree) for session, tree in zip(sessions, trees, strict=True)]
-    bench.scheduler.take_growth("draft", GrowthBatch.of(batch))
+    bench.grow("draft", *batch)
     for name, target in zip(("first", "second"), targets, strict=True):
         (growth,) = target.grown
         own = [number for number, session in enumerate(sessions) if session.target_id == name]
@@ -106,15 +105,13 @@ async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_reque
         DraftDistribution(np.array([token], dtype=np.uint32), np.array([WEIGHT_SUM], dtype=np.uint32))
         for token in (8, 9)
     ]
-    batch = GrowthBatch.of(
-        [
-            growth_of(ended, [5, 6]),
-            growth_of(chain, [8, 9], distributions=drawn),
-            growth_of(sync, [10, 11], complete=True),
-        ]
+    batch = (
+        growth_of(ended, [5, 6]),
+        growth_of(chain, [8, 9], distributions=drawn),
+        growth_of(sync, [10, 11], complete=True),
     )
     ended.generation.cancel()
-    bench.scheduler.take_growth("draft", batch)
+    bench.grow("draft", *batch)
     (growth,) = target.grown
     assert list(growth.session_ids) == [chain.session_id, sync.session_id]
     assert list(growth.tokens) == [8, 9, 10, 11]
@@ -129,9 +126,9 @@ async def test_that_a_draft_has_nothing_to_say_is_told_where_it_ends_a_round(ben
     target.runs.clear()
     bench.add_draft(delay_s=1000.0)
     (session,) = begin(bench, make_request, mode=SpeculationMode.SYNC)
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [])]))
+    bench.grow("draft", growth_of(session, []))
     assert not target.grown
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [], complete=True)]))
+    bench.grow("draft", growth_of(session, [], complete=True))
     (growth,) = target.grown
     assert (list(growth.node_counts), list(growth.complete)) == ([0], [True])
 
@@ -144,24 +141,24 @@ async def test_growth_that_is_nobodys_is_dropped_and_counted(bench, make_request
     epoch, totals = session.draft_epochs["draft"], bench.scheduler.totals
     late: list[dict[str, Any]] = [{"epoch": epoch - 1}, {"epoch": epoch + 1}, {"session_id": 77}]
     for number, stranger in enumerate(late, start=1):
-        bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6], **stranger)]))
+        bench.grow("draft", growth_of(session, [5, 6], **stranger))
         assert totals.dropped_nodes == 2 * number
-    bench.scheduler.take_growth("nobody", GrowthBatch.of([growth_of(session, [5, 6])]))
+    bench.grow("nobody", growth_of(session, [5, 6]))
     assert totals.dropped_nodes == 8
     # Of an epoch that has passed, since the draft had given the session up and was asked again.
     before = growth_of(session, [5, 6])
     bench.scheduler.remove_draft("draft")
     bench.add_draft(delay_s=1000.0)
     assert session.draft_epochs["draft"] > epoch
-    bench.scheduler.take_growth("draft", GrowthBatch.of([before]))
+    bench.grow("draft", before)
     assert totals.dropped_nodes == 10
     assert not target.grown
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6])]))
+    bench.grow("draft", growth_of(session, [5, 6]))
     assert (totals.dropped_nodes, len(target.grown)) == (10, 1)
     # What a draft has grown for a session that has ended.
-    after = GrowthBatch.of([growth_of(session, [5, 6])])
+    after = growth_of(session, [5, 6])
     session.generation.cancel()
-    bench.scheduler.take_growth("draft", after)
+    bench.grow("draft", after)
     assert (totals.dropped_nodes, len(target.grown)) == (12, 1)
     assert totals.serving.grown_nodes == 14
 
@@ -171,13 +168,12 @@ async def test_a_draft_that_has_forgotten_its_tree_takes_its_place_anew_before_w
     target.runs.clear()
     bench.add_draft(delay_s=1000.0)
     session, other = begin(bench, make_request, 2)
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6])]))
+    bench.grow("draft", growth_of(session, [5, 6]))
     del target.told[:]
-    batch = [growth_of(session, [7], first=3, forgot=True), growth_of(other, [8])]
-    bench.scheduler.take_growth("draft", GrowthBatch.of(batch))
+    bench.grow("draft", growth_of(session, [7], first=3, forgot=True), growth_of(other, [8]))
     assert target.told == ["TAKEN 1.0", "grow 1.0 1", "grow 2.0 1"]
     # It has nothing yet in the place of what it has forgotten.
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [], forgot=True)]))
+    bench.grow("draft", growth_of(session, [], forgot=True))
     assert target.told[3:] == ["TAKEN 1.0"]
 
 
@@ -186,7 +182,7 @@ async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request)
     draft = bench.add_draft(delay_s=1000.0)
     session, other = begin(bench, make_request, 2)
     target.loses_growth = True
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6])]))
+    bench.grow("draft", growth_of(session, [5, 6]))
     # Every round says so, until the tree comes again.
     await asyncio.sleep(0.01)
     assert len(target.rounds) >= 8
@@ -195,18 +191,18 @@ async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request)
     target.loses_growth = False
     del target.told[:]
     # Growth that had left before is of no use, and does not count for the answer.
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [9], first=8), growth_of(other, [9])]))
+    bench.grow("draft", growth_of(session, [9], first=8), growth_of(other, [9]))
     await asyncio.sleep(0.01)
     assert draft.asked_again == asked
     guesses = right(session, 6)
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, guesses, first=20, again=True)]))
+    bench.grow("draft", growth_of(session, guesses, first=20, again=True))
     assert target.told == ["grow 1.0 1", "grow 2.0 1", "RESENT 1.0", "grow 1.0 6"]
     await asyncio.sleep(0.01)
     assert draft.asked_again == asked
     assert session.accepted_tokens > 0
     # It may be lost once more.
     target.loses_growth = True
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5], first=40)]))
+    bench.grow("draft", growth_of(session, [5], first=40))
     await asyncio.sleep(0.01)
     assert draft.asked_again == 2 * asked
 
@@ -218,7 +214,7 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     (session,) = begin(bench, make_request)
     # Both use the same ids.
     for source in (GrowthSource.MODEL, GrowthSource.NGRAM):
-        bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6], source=source)]))
+        bench.grow("draft", growth_of(session, [5, 6], source=source))
     assert [(*growth.places, *growth.node_ids, *growth.sources) for growth in target.grown] == [
         (0, 1, 2), (1, 1, 2, 2, 2),
     ]  # fmt: skip
@@ -232,13 +228,13 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     del target.told[:]
     # It has forgotten before it sends what it has now.
     anew = growth_of(session, [7], first=3, forgot=True, again=True, source=GrowthSource.NGRAM)
-    bench.scheduler.take_growth("draft", GrowthBatch.of([anew]))
+    bench.grow("draft", anew)
     assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.1", "grow 1.1 1"]
     # The other one is still on its way.
     other = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=0b01)
     bench.scheduler.take_results("target", RoundResults(outcomes=[other]))
     assert len(draft.asked_again) == 1
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [7, 8], again=True)]))
+    bench.grow("draft", growth_of(session, [7, 8], again=True))
     assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
     # Nothing of it has been grown anew.
     assert counted == {own.source: own.drafted for own in bench.scheduler.source_counts()}
@@ -286,7 +282,7 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     assert {name: len(draft.asked_again) for name, draft in drafts.items()} == {"one": 2, "two": 1}
     assert drafts["one"].sessions[1].epoch == session.draft_epochs["one"]
     # Growth that was on its way goes to the new target.
-    bench.scheduler.take_growth("one", GrowthBatch.of([late]))
+    bench.grow("one", late)
     assert second.told[3:] == ["grow 1.0 3"]
     assert list(second.grown[0].epochs) == [session.target_epoch]
     await asyncio.sleep(0.004)
@@ -332,7 +328,7 @@ async def test_growth_while_a_session_has_no_target_is_dropped(make_bench, make_
     draft = bench.add_draft(delay_s=1000.0)
     (session,) = begin(bench, make_request)
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
-    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6], again=True)]))
+    bench.grow("draft", growth_of(session, [5, 6], again=True))
     assert bench.scheduler.totals.dropped_nodes == 2
     second = bench.add_target("second")
     assert second.told == ["open 1", "TAKEN 1.0"]

@@ -103,10 +103,10 @@ async def test_growth_that_is_late_twice_or_out_of_order_changes_no_token_and_is
     await asyncio.sleep(0.03)
     assert sent == last
     assert totals.dropped_nodes >= before
-    growth = GrowthBatch.of([make_growth(session_id=1)])
+    growth = make_growth(session_id=1)
     before = totals.dropped_nodes
-    bench.scheduler.take_growth("draft", growth)
-    bench.scheduler.take_growth("nobody", growth)
+    bench.grow("draft", growth)
+    bench.grow("nobody", growth)
     assert totals.dropped_nodes == before + 2 * len(growth.node_ids)
 
 
@@ -256,7 +256,7 @@ async def test_trace_counts_growth_behind_a_result_to_the_next_round(bench, make
     def take_and_grow(results):
         take(results)
         if len(target.rounds) == 1:
-            bench.scheduler.take_growth("draft", GrowthBatch.of([growth]))
+            bench.grow("draft", growth)
 
     target.on_results = take_and_grow
     rounds = [event async for event in generation if isinstance(event, RoundRecord)]

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,14 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
+from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
 from outrider.coordinator.api.service import SERVICE, GenerationServicer
 from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
-    GenerationEvent,
-    GenerationRequest,
     GenerationResult,
     GrowthArrival,
     RoundRecord,
@@ -28,7 +27,6 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import OutriderError, Overloaded, WorkerUnavailable
 from outrider.rpc import RoleServer, open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -38,60 +36,6 @@ MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=20_000, 
 
 
 TOKENIZER = tokenizer_of_bytes()
-
-
-class ScriptedGeneration:
-    """Plays one event after the other; None waits for an abort or a cancel."""
-
-    weights = ""
-
-    def __init__(self, events: Sequence[GenerationEvent | OutriderError | None]) -> None:
-        self._events = events
-        self._error: OutriderError | None = None
-        self._ended = asyncio.Event()
-        self.is_cancelled = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
-        for event in self._events:
-            if event is None:
-                await self._ended.wait()
-            if self._error is not None:
-                raise self._error
-            if isinstance(event, OutriderError):
-                raise event
-            if event is not None:
-                yield event
-
-    def cancel(self) -> None:
-        self._ended.set()
-        self.is_cancelled.set()
-
-    def abort(self, error: OutriderError) -> None:
-        self._error = error
-        self._ended.set()
-
-
-class ScriptedScheduler:
-    """Gives out generations made by `play`, and keeps what it was asked."""
-
-    def __init__(self, play: Callable[[GenerationRequest], Sequence[GenerationEvent | OutriderError | None]]) -> None:
-        self.play = play
-        self.requests: list[GenerationRequest] = []
-        self.generations: list[ScriptedGeneration] = []
-        self.error: OutriderError | None = None
-        self.is_full = False
-
-    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
-        if self.is_full:
-            raise Overloaded("full", retry_after_s=2.5)
-
-    def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> ScriptedGeneration:
-        if self.error is not None:
-            raise self.error
-        assert len(text_streams) == request.n
-        self.requests.append(request)
-        self.generations.append(ScriptedGeneration(self.play(request)))
-        return self.generations[-1]
 
 
 def result(tokens: int = 2, **choice: Any) -> GenerationResult:
@@ -248,7 +192,7 @@ async def test_errors_of_the_scheduler_get_their_status(
 
 async def test_a_full_coordinator_refuses_before_it_looks_at_the_prompt() -> None:
     scheduler = ScriptedScheduler(lambda _: [])
-    scheduler.is_full = True
+    scheduler.room = 0
     async with serving(scheduler) as (stub, _):
         caught = await failure(stub.Generate(request(text=""), timeout=30))
     assert caught.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

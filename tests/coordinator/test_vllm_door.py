@@ -1,6 +1,5 @@
 """The engine service that vLLM's routers know, asked through its own published stubs."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
+from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.generations import Generations
@@ -20,7 +20,6 @@ from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
     GenerationEvent,
-    GenerationRequest,
     GenerationResult,
     SpeculationCounts,
     TokenDelta,
@@ -41,35 +40,12 @@ EOS = 255
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=64, eos_token_ids=[EOS], dtype="float32")
 
 
-class Script:
-    """A scheduler that plays events, and notes what it was asked."""
-
-    weights = ""
+class Script(ScriptedScheduler):
+    """Plays the same events for every request."""
 
     def __init__(self) -> None:
-        self.asked: list[GenerationRequest] = []
-        self.events: Sequence[GenerationEvent] = ()
-        self.aborted: asyncio.Future[OutriderError] | None = None
-        self.cancelled = 0
-
-    def check_room(self, choices: int = 1, *, entry: str = "") -> None: ...
-
-    def submit(self, request: GenerationRequest, text_streams: Sequence[Any]) -> "Script":
-        self.asked.append(request)
-        return self
-
-    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
-        for event in self.events:
-            yield event
-        if self.aborted is not None:
-            raise await self.aborted
-
-    def cancel(self) -> None:
-        self.cancelled += 1
-
-    def abort(self, error: OutriderError) -> None:
-        if self.aborted is not None and not self.aborted.done():
-            self.aborted.set_result(error)
+        super().__init__(lambda _: self.events)
+        self.events: Sequence[GenerationEvent | OutriderError | None] = ()
 
 
 TOKENIZER = tokenizer_of_bytes()
@@ -92,8 +68,7 @@ async def stub(script: Script, info: generation_pb2.ServerInfo, tmp_path: Path) 
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "bos_token_id": 7})
     )
-    scheduler: Any = script
-    generations = Generations(scheduler, model=MODEL, tokenizer=TOKENIZER, limits=RequestLimits())
+    generations = Generations(script, model=MODEL, tokenizer=TOKENIZER, limits=RequestLimits())
     servicer = VllmEngineServicer(generations, Access(), server_info=lambda: info, model_folder=tmp_path, max_running=5)
     server = grpc.aio.server()
     servicer.add_to(server)
@@ -164,7 +139,7 @@ async def test_a_stream_of_two_choices(stub: Any, script: Script) -> None:
     assert list(first.output_logprobs.token_ids) == [5, 6, 7, EOS]
     assert (first.cached_tokens, first.spec_draft_tokens, first.spec_accepted_tokens) == (2, 20, 6)
     assert (second.spec_draft_tokens, second.cached_tokens) == (0, 2)
-    assert script.cancelled == 1
+    assert script.generations[0].is_cancelled.is_set()
 
 
 async def test_without_a_stream_there_is_one_message(stub: Any, script: Script) -> None:
@@ -178,7 +153,7 @@ async def test_without_a_stream_there_is_one_message(stub: Any, script: Script) 
 async def test_defaults_are_those_of_vllm(stub: Any, script: Script) -> None:
     script.events = [result(stopped(0, 0))]
     await all_of(stub.Generate(pb.GenerateRequest(text="hello")))
-    (asked,) = script.asked
+    (asked,) = script.requests
     assert list(asked.prompt_token_ids) == TOKENIZER.encode("hello")
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.repetition_penalty) == (1.0, 1.0, 1.0)
     assert asked.sampling.max_new_tokens == 64 - 5
@@ -273,8 +248,7 @@ def test_names_of_structure() -> None:
 
 
 async def test_abort_ends_the_stream(stub: Any, script: Script) -> None:
-    script.aborted = asyncio.get_running_loop().create_future()
-    script.events = [delta(0, [5], 0)]
+    script.events = [delta(0, [5], 0), None]
     request = tokenized()
     request.stream = True
     call = stub.Generate(request)
@@ -287,8 +261,7 @@ async def test_abort_ends_the_stream(stub: Any, script: Script) -> None:
 
 
 async def test_a_lost_target_is_told(stub: Any, script: Script) -> None:
-    script.aborted = asyncio.get_running_loop().create_future()
-    script.aborted.set_result(WorkerUnavailable("no target"))
+    script.events = [WorkerUnavailable("no target")]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await all_of(stub.Generate(tokenized()))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -342,8 +315,7 @@ async def test_what_this_door_alone_refuses_is_counted(script: Script, tmp_path:
         abort_with_status = abort
 
     told = list[OutriderError]()
-    scheduler: Any = script
-    generations = Generations(scheduler, model=MODEL, tokenizer=TOKENIZER, limits=RequestLimits())
+    generations = Generations(script, model=MODEL, tokenizer=TOKENIZER, limits=RequestLimits())
     generations.on_refusal = told.append
     servicer = VllmEngineServicer(
         generations, Access(), server_info=generation_pb2.ServerInfo, model_folder=tmp_path, max_running=5

@@ -11,7 +11,6 @@ import ray.exceptions
 
 from outrider.deploy import controller as controller_module
 from outrider.deploy import crew as crew_module
-from outrider.deploy import saved_state
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.controller import Controller
@@ -91,7 +90,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         _internal_kv_put=lambda key, value, **_: state.store.update({key: value}),
         _internal_kv_del=lambda key, **_: state.store.pop(key, None),
     )
-    monkeypatch.setattr(saved_state, "internal_kv", store)
+    monkeypatch.setattr(controller_module, "internal_kv", store)
     yield state
 
 

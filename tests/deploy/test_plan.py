@@ -16,8 +16,7 @@ import pytest
 from outrider import cli
 from outrider.deploy import plan as plan_module
 from outrider.deploy.config import Bind, DeployConfig
-from outrider.deploy.gpus import Gpu
-from outrider.deploy.plan import make_plan
+from outrider.deploy.plan import Gpu, make_plan
 from outrider.errors import CheckpointError, OutriderError
 from outrider.models import embedded_draft_path, embedded_target_path
 

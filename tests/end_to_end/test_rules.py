@@ -13,7 +13,6 @@ import torch
 from scipy import stats
 
 from outrider.client import Client
-from outrider.errors import InvalidRequest
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.sampling import SamplingSpec
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -147,24 +146,6 @@ def test_a_resumed_request_goes_on_where_it_stood(one_draft, client, prompts, ru
                 assert response.delta.offset == len(tokens)
                 tokens += response.delta.token_ids
     assert len(tokens) == len(whole.token_ids) == 20
-
-
-@pytest.mark.parametrize(
-    ("options", "fields"),
-    [
-        ({"threshold_single": 0.5}, ["speculation.threshold_single"]),
-        ({"verification": "rejection", "threshold_acc": 0.5}, ["speculation.threshold_acc"]),
-        (
-            {"verification": "target_only", "threshold_single": 0.0, "threshold_acc": 1.1},
-            ["speculation.threshold_single", "speculation.threshold_acc"],
-        ),
-        ({"verification": "lenient"}, ["verification"]),
-    ],
-)
-def test_what_a_rule_does_not_have_is_named(client, options, fields):
-    with pytest.raises(InvalidRequest) as caught:
-        client.generate("x", **options)
-    assert [violation.field for violation in caught.value.violations] == fields
 
 
 def test_thresholds_let_more_of_the_draft_through(client, prompts):

@@ -13,7 +13,6 @@ from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.gated_activation import gated_activation
 from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.paired_norm import paired_norm
-from outrider.kernels.processors import apply_processors
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
 from outrider.kernels.scaled_rows import scale_rows
@@ -51,13 +50,6 @@ _BATCH = {
     "key_len": _ints(2), "tree_mask": _longs(3, 1), "max_query_len": 2, "max_key_len": 6, "positions": _ints(3),
     "slot_positions": _ints(16), "paths": _ints(3, 64),
 }  # fmt: skip
-_PROCESSED = {
-    "row_session": _ints(3), "repetition_penalty": _floats(2), "presence_penalty": _floats(2),
-    "frequency_penalty": _floats(2), "count_start": _ints(3), "count_tokens": _ints(5), "count_output": _ints(5),
-    "path_start": _ints(4), "path_tokens": _ints(6), "bias_start": _ints(3), "bias_tokens": _ints(4),
-    "bias_values": _floats(4), "allowed_start": _ints(3), "allowed_tokens": _ints(2), "banned_start": _ints(4),
-    "banned_tokens": _ints(2),
-}  # fmt: skip
 _CACHES = {"key_cache": _floats(16, 2, 8), "value_cache": _floats(16, 2, 8)}
 
 # Each operator with arguments that it takes.
@@ -76,7 +68,6 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "y": torch.zeros(2, dtype=torch.uint8), "batch_size": 2,
     }),
     "verify_tree_greedy": (ops.verify_tree_greedy, {**_WALK, "target_predict": _longs(2, 4)}),
-    "verify_coupled": (ops.verify_coupled, {**_SAMPLED, **_WALK}),
     "coupled_choice": (ops.coupled_choice, _SAMPLED),
     "coupled_topk": (ops.coupled_topk, {**_SAMPLED, "k": 2}),
     "filtered_probs": (filtered_probs, {"logits": _floats(8, 6), **_FILTERS}),
@@ -89,18 +80,6 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "maybe_output_accepted_token_num": _ints(2), "maybe_output_emitted_draft_token_num": _ints(2),
         "seed": _longs(2), "offset": _longs(2),
     }),
-    "eagle_step": (ops.eagle_step_update_slot_mapping_and_metadata, {
-        "positions_1d": _longs(3), "block_table_tensor": _ints(3, 2), "seq_lens": _longs(3), "block_size": 4,
-        "max_model_len": 8, "out_clamped_positions": _longs(3), "out_slot_mapping": _longs(3), "input_batch_size": 3,
-    }),
-    "prepare_inputs": (ops.eagle_prepare_inputs_padded, {
-        "cu_num_draft_tokens": _longs(2), "valid_sampled_tokens_count": _longs(2), "query_start_loc": _longs(3),
-        "token_indices_to_sample": _longs(2), "num_rejected_tokens": _longs(2),
-    }),
-    "prepare_next_token": (ops.eagle_prepare_next_token_padded, {
-        "sampled_token_ids": _longs(2, 3), "discard_request_mask": _bools(2), "backup_next_token_ids": _longs(2),
-        "next_token_ids": _longs(2), "valid_sampled_tokens_count": _longs(2), "vocab_size": 9,
-    }),
     "expand_inputs": (ops.copy_and_expand_eagle_inputs, {
         "target_token_ids": _longs(5), "target_positions": _longs(5), "next_token_ids": _longs(2),
         "query_start_loc": torch.tensor([0, 3, 5]), "query_end_loc": torch.tensor([1, 4]), "padding_token_id": 0,
@@ -109,21 +88,10 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "out_is_masked_token_mask": _bools(9), "out_new_token_indices": _longs(6),
         "out_hidden_state_mapping": _longs(5),
     }),
-    "extend_queries": (
-        lambda **given: ops.extend_all_queries_by_N(
-            ops.QueryMetadata(
-                query_start_loc=torch.tensor([0, 3, 5]), seq_lens=torch.tensor([3, 2]), num_actual_tokens=5,
-                max_query_len=3, max_seq_len=3, slot_mapping=torch.arange(5),
-            ), **given,
-        ),
-        {"N": 1, "arange": torch.arange(3), "new_slot_mapping": torch.arange(7)},
-    ),
     "philox_uint32": (ops.philox_uint32, {
         "seeds": _longs(2), "positions": _longs(2), "vocab_ids": _longs(2, 5), "choice_index": _longs(2),
     }),
     "gumbel_noise": (ops.gumbel_noise, {"seeds": _longs(2), "positions": _longs(2), "vocab": 5}),
-    "processor_batch": (ops.ProcessorBatch, _PROCESSED),
-    "apply_processors": (apply_processors, {"logits": _floats(3, 9), "batch": ops.ProcessorBatch(**_PROCESSED)}),
     "grammar_masks": (apply_grammar_masks, {"logits": _floats(2, 8), "rows": _ints(1), "masks": _ints(1, 1)}),
     "attention_batch": (ops.TreeAttentionBatch, _BATCH),
     "tree_attention": (ops.tree_attention, {
@@ -161,17 +129,13 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 # Arguments whose number of dimensions, or whose first size, nothing else decides: buffers may hold more than is used.
-_ANY_RANK = {"reconstruct_indices tree_mask"} | {
-    f"{name} predicts" for name in ("verify_tree_greedy", "verify_coupled", "tree_sampling")
-}
+_ANY_RANK = {"reconstruct_indices tree_mask"} | {f"{name} predicts" for name in ("verify_tree_greedy", "tree_sampling")}
 _ANY_SIZE = {
     "segment_packbits x", "paired_norm table", "rotary_store cos_sin",
     "linear weight", "linear_parts weight", "gather_slot_rows table", "store_positions slot_positions",
     "gated_activation gate_up", "scale_rows rows", "linear rows", "linear_parts rows", "gated_linear rows",
     "attention_batch slot_positions", "grammar_masks logits", "chain_sampling seed", "chain_sampling offset",
-    "eagle_step positions_1d", "prepare_inputs cu_num_draft_tokens", "prepare_next_token sampled_token_ids",
-    "expand_inputs next_token_ids", "processor_batch path_tokens", "processor_batch allowed_tokens",
-    "processor_batch banned_tokens",
+    "expand_inputs next_token_ids",
 }  # fmt: skip
 _TENSORS = [
     (operator, name)
@@ -199,10 +163,10 @@ def test_tensors_that_do_not_fit_are_named(operator: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: dtype torch.complex64 given, .* needed"):
         call(**{**_copies(given), name: of_another_type})
     if f"{operator} {name}" not in _ANY_RANK:
-        with pytest.raises(ValueError, match=rf"^(batch\.|metadata\.)?({names})\b.* given, .*needed"):
+        with pytest.raises(ValueError, match=rf"^(batch\.)?({names})\b.* given, .*needed"):
             call(**{**_copies(given), name: tensor[None]})
     if f"{operator} {name}" not in _ANY_SIZE:
-        with pytest.raises(ValueError, match=rf"^(batch\.|metadata\.)?({names})\b.* given, .*needed"):
+        with pytest.raises(ValueError, match=rf"^(batch\.)?({names})\b.* given, .*needed"):
             call(**{**_copies(given), name: tensor[:-1]})
     if sum(isinstance(value, torch.Tensor) for value in given.values()) > 1:
         with pytest.raises(ValueError, match=f"^({names}): device (meta|cpu) given, (meta|cpu) .*needed"):
@@ -257,20 +221,11 @@ _OUTPUTS_OF_65 = {name: _longs(2, 65) for name in ("positions", *_LINKS)}
         ("chain_sampling", {"target_probs": _floats(2, 3, 5)}, r"target_probs: shape .* given, \[2, 4, V\] needed"),
         ("chain_sampling", {"target_probs": _floats(2, 4, 0), "draft_probs": _floats(2, 3, 0)}, "target_probs vocab"),
         ("chain_sampling", {"seed": _longs(3)}, r"seed: shape \[3\] given, \[1\] or \[2\] needed"),
-        ("eagle_step", {"block_table_tensor": _ints(3, 0)}, "block_table_tensor columns: 0 given"),
-        ("eagle_step", {"input_batch_size": 4}, "out_slot_mapping size: 3 given, at least 4 needed"),
-        ("eagle_step", {"input_batch_size": 2}, "input_batch_size: 2 given, at least 3 needed"),
-        ("eagle_step", {"block_size": 0}, "block_size: 0 given"),
-        ("eagle_step", {"max_model_len": 0}, "max_model_len: 0 given"),
-        ("prepare_next_token", {"vocab_size": 0}, "vocab_size: 0 given, at least 1 needed"),
         ("expand_inputs", {"num_padding_slots_per_request": 0}, "num_padding_slots_per_request: 0 given, at least 1"),
         ("expand_inputs", {"out_hidden_state_mapping": None}, "out_hidden_state_mapping: None given"),
-        ("extend_queries", {"N": -1}, "N: -1 given, at least 0 needed"),
         ("gumbel_noise", {"vocab": 0}, "vocab: 0 given, at least 1 needed"),
         ("gumbel_noise", {"vocab": _floats(2, 5)}, "vocab: dtype torch.float32 given"),
         ("gumbel_noise", {"stream": -1}, "stream: -1 given"),
-        ("processor_batch", {"bias_values": None}, "bias_values: None given"),
-        ("apply_processors", {"logits": _floats(3, 9).double()}, "logits: dtype torch.float64 given"),
         ("attention_batch", {"max_key_len": 9}, "max_key_len: 9 given, at most 8 needed"),
         ("attention_batch", {"split_keys": 0}, "split_keys: 0 given"),
         ("tree_attention", {"query": _floats(3, 3, 8)}, "query: 3 heads given, a multiple of Hkv = 2 needed"),

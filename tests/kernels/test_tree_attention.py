@@ -94,6 +94,17 @@ def _moved(batch: TreeAttentionBatch, device: torch.device) -> TreeAttentionBatc
     )
 
 
+def _agree(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], batch: TreeAttentionBatch, device: torch.device,
+    *, rtol: float = 1e-4, atol: float = 1e-5, **options: Any,
+) -> None:  # fmt: skip
+    """Hold the kernel on a device to the reference on the CPU."""
+    expected = tree_attention_reference(*tensors, batch, **options)
+    query, key, value = (tensor.to(device) for tensor in tensors)
+    out = tree_attention(query, key, value, _moved(batch, device), **options)
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=rtol, atol=atol)
+
+
 _SHAPES = [(3, 1, 16), (4, 2, 24), (2, 2, 32)]
 
 
@@ -116,12 +127,7 @@ def test_triton_against_the_reference(
 ) -> None:  # fmt: skip
     batch = _batch(split_keys=split_keys)
     batch.slot_table[0, 3], batch.slot_table[3, 30] = -4, _SLOTS
-    tensors = _tensors(batch, *shape)
-    expected = tree_attention_reference(*tensors, batch, scale=0.3, sliding_window=window, softcap=softcap)
-    query, key, value = (tensor.to(triton_device) for tensor in tensors)
-    moved = _moved(batch, triton_device)
-    out = tree_attention(query, key, value, moved, scale=0.3, sliding_window=window, softcap=softcap)
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+    _agree(_tensors(batch, *shape), batch, triton_device, scale=0.3, sliding_window=window, softcap=softcap)
 
 
 def test_triton_takes_strides(triton_device: torch.device) -> None:
@@ -141,12 +147,9 @@ def test_triton_takes_strides(triton_device: torch.device) -> None:
 @pytest.mark.parametrize("splits", [None, 64])
 def test_cuda_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype, splits: int | None, cuda: torch.device) -> None:
     batch = _batch(split_keys=splits)
-    tensors = _tensors(batch, 8, 2, head_dim, dtype)
-    expected = tree_attention_reference(*tensors, batch, scale=head_dim**-0.5)
-    query, key, value = (tensor.to(cuda) for tensor in tensors)
-    out = tree_attention(query, key, value, _moved(batch, cuda), scale=head_dim**-0.5)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=tolerance, atol=tolerance)
+    tensors = _tensors(batch, 8, 2, head_dim, dtype)
+    _agree(tensors, batch, cuda, rtol=tolerance, atol=tolerance, scale=head_dim**-0.5)
 
 
 def test_cuda_launches_replay_from_a_graph(cuda: torch.device) -> None:
@@ -226,9 +229,7 @@ def test_lengths_past_their_bound_are_cut(triton_device: torch.device) -> None:
     expected = tree_attention_reference(*tensors, cut, scale=0.3)
     longer = replace(batch, max_key_len=100)
     assert torch.equal(tree_attention_reference(*tensors, longer, scale=0.3), expected)
-    query, key, value = (tensor.to(triton_device) for tensor in tensors)
-    out = tree_attention(query, key, value, _moved(longer, triton_device), scale=0.3)
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+    _agree(tensors, longer, triton_device, scale=0.3)
 
 
 def test_caches_without_slots_are_zeros(triton_device: torch.device) -> None:
@@ -345,24 +346,11 @@ def test_eight_bit_caches(triton_device: torch.device, dtype: torch.dtype) -> No
     torch.testing.assert_close(out.cpu(), expected, rtol=3e-3, atol=3e-3)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3])
-def test_scales_of_any_sign(triton_device: torch.device, scale: float) -> None:
-    batch = _batch(split_keys=64)
-    tensors = _tensors(batch, 2, 1, 16)
-    expected = tree_attention_reference(*tensors, batch, scale=scale)
-    query, key, value = (tensor.to(triton_device) for tensor in tensors)
-    out = tree_attention(query, key, value, _moved(batch, triton_device), scale=scale)
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_scores_far_apart(triton_device: torch.device) -> None:
-    # Splits whose best scores differ by thousands: none may overflow, and small ones vanish.
+# Of splits whose best scores differ by thousands none may overflow, and small ones vanish.
+@pytest.mark.parametrize(("scale", "tolerance"), [(0.0, 1e-5), (-0.3, 1e-5), (300.0, 1e-3)])
+def test_scales_of_any_sign_and_size(triton_device: torch.device, scale: float, tolerance: float) -> None:
     batch = _batch(split_keys=32)
-    tensors = _tensors(batch, 2, 1, 16)
-    expected = tree_attention_reference(*tensors, batch, scale=300.0)
-    query, key, value = (tensor.to(triton_device) for tensor in tensors)
-    out = tree_attention(query, key, value, _moved(batch, triton_device), scale=300.0)
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-3, atol=1e-3)
+    _agree(_tensors(batch, 2, 1, 16), batch, triton_device, rtol=10 * tolerance, atol=tolerance, scale=scale)
 
 
 @pytest.mark.parametrize("stray", [False, True])
@@ -389,11 +377,7 @@ def test_the_kernels_own_splits(triton_device: torch.device, monkeypatch: pytest
     # As many places as let the long session have splits and the short ones none.
     monkeypatch.setattr(tree_attention_launch, "multiprocessors", lambda device: 8)
     batch = _tree_batch([_random_tree(5, 3), [-1], _random_tree(3, 1)], [520, 3, 140], 700)
-    query, key, value = torch.randn(9, 2, 16), torch.randn(700, 1, 16), torch.randn(700, 1, 16)
-    expected = tree_attention_reference(query, key, value, batch, scale=0.3)
-    moved = [tensor.to(triton_device) for tensor in (query, key, value)]
-    out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=0.3)
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+    _agree((torch.randn(9, 2, 16), torch.randn(700, 1, 16), torch.randn(700, 1, 16)), batch, triton_device, scale=0.3)
 
 
 def test_sessions_that_overlap_are_merged_from_what_was_computed(

@@ -7,22 +7,16 @@ import outrider.ops
 
 # What other projects call by these names, and ours.
 OPERATORS = {
-    "apply_processors",
     "build_tree_kernel_efficient",
     "chain_speculative_sampling",
     "copy_and_expand_eagle_inputs",
     "coupled_choice",
     "coupled_topk",
     "create_config_for_draft_model",
-    "eagle_prepare_inputs_padded",
-    "eagle_prepare_next_token_padded",
-    "eagle_step_update_slot_mapping_and_metadata",
-    "extend_all_queries_by_N",
     "reconstruct_indices_from_tree_mask",
     "segment_packbits",
     "tree_attention",
     "tree_speculative_sampling_target_only",
-    "verify_coupled",
     "verify_tree_greedy",
 }
 

@@ -17,8 +17,7 @@ from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.http import errors
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.errors import error_response, json_response
-from outrider.coordinator.api.http.openai import REQUEST_ID_HEADER, header_id, openai_routes
-from outrider.coordinator.api.http.openapi import describe_routes
+from outrider.coordinator.api.http.openai import REQUEST_ID_HEADER, Endpoint, header_id, openai_routes
 from outrider.coordinator.api.http.tokenizing import tokenizer_routes
 from outrider.coordinator.api.service import GenerationServicer
 from outrider.errors import OutriderError, Unauthenticated
@@ -27,6 +26,52 @@ HEALTH, PING = "/health", "/ping"
 _SCHEME = b"bearer "
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    """Return the OpenAPI description of the routes."""
+    paths = {route.path: _path(route) for route in routes if isinstance(route, Route) and route.methods}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Outrider", "version": __version__},
+        "paths": {path.replace(":path}", "}"): described for path, described in paths.items()},
+        "components": {"schemas": {"Error": _ERROR}},
+    }
+
+
+def _path(route: Route) -> Mapping[str, Any]:
+    described: dict[str, Any] = {"responses": {"200": {"description": "As asked for."}, "4XX": _refusal()}}
+    if isinstance(route.endpoint, Endpoint):
+        content = {"application/json": {"schema": route.endpoint.schema()}}
+        described["requestBody"] = {"required": True, "content": content}
+        described["responses"]["200"]["content"] = {"application/json": {}, "text/event-stream": {}}
+    if route.param_convertors:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ]
+    return {method.lower(): described for method in sorted(route.methods or ()) if method != "HEAD"}
+
+
+def _refusal() -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {"description": "Refused, with the reason.", "content": content}
 
 
 def create_app(

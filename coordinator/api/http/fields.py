@@ -1,17 +1,13 @@
 """Reading a request's JSON: every field of the right kind, every wrong one named, none left unread in silence."""
 
-import asyncio
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from outrider.coordinator.api.http import large_json
 from outrider.coordinator.api.http.errors import RequestTooLarge, UnsupportedMediaType
 from outrider.errors import FieldViolation, InvalidRequest
 
-# From here on a body is parsed outside the event loop.
-LARGE_BODY_BYTES = 64 << 10
 _MOST_NAMED = 8
 _MOST_UNREAD_BYTES = 256 << 20
 _TEXT = {"type": "string"}
@@ -45,7 +41,7 @@ async def read_json_object(scope: Mapping[str, Any], receive: Any, *, most_bytes
     if size > most_bytes:
         raise RequestTooLarge(f"the request has more than {most_bytes} bytes, and no such request can be right")
     try:
-        content = json.loads(body) if size < LARGE_BODY_BYTES else await asyncio.to_thread(large_json.loads, body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest([FieldViolation("body", f"not JSON: {error}")]) from error
     if not isinstance(content, dict):

@@ -15,7 +15,8 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +25,6 @@ from starlette.routing import BaseRoute, Route
 from outrider import tracing
 from outrider.coordinator.api.generations import LARGE_REQUEST_BYTES, Generations
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
-from outrider.coordinator.api.http.disconnect import UntilDisconnect
 from outrider.coordinator.api.http.errors import error_body
 from outrider.coordinator.api.http.fields import Fields, read_json_object
 from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, Format, WholeChoice
@@ -56,6 +56,44 @@ _EVENT_STREAM = [
 REQUEST_ID_HEADER = "x-request-id"
 
 ReadRequest = Callable[[Fields, str | None], Asked]
+
+
+class UntilDisconnect:
+    """A block that is cancelled, and left in silence, when the client disconnects.
+
+    Args:
+        receive: of ASGI; the request's body has been read from it.
+    """
+
+    def __init__(self, receive: Any) -> None:
+        self._receive = receive
+        self._is_gone = self._is_answered = False
+
+    def answered(self) -> None:
+        """To be called before the end of the response is sent: what ends then is no disconnection."""
+        self._is_answered = True
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.create_task(self._watch(), name="http disconnect")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._is_answered = True
+        self._watcher.cancel()
+        # Cancelled by somebody else as well: that goes on.
+        return self._is_gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._is_answered:
+            self._is_gone = True
+            self._task.cancel()
 
 
 def openai_routes(generations: Generations, template: ChatTemplate | NoChatTemplate) -> list[BaseRoute]:

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="the extra plots is not installed")
 SCREENSHOT = Path(__file__).parents[3] / "docs" / "loadtest-report.png"
 MOST_SCREENSHOT_BYTES = 300_000
 ARGUMENTS = [
-    "--num-prompts", "12", "--output-len", "24", "--sweep-request-rate", "2,6", "--sweep-speculation", "off,async",
+    "--num-prompts", "12", "--output-len", "24", "--request-rate", "2,6", "--speculation", "off,async",
 ]  # fmt: skip
 
 
