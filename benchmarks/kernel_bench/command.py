@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.kernel_bench import attention, expand_inputs, pool, probabilities, sampling, trees
+from benchmarks.kernel_bench import attention, draft_inputs, pool, probabilities, sampling, trees
 from benchmarks.kernel_bench.case import Case, Machine, Work
 from benchmarks.kernel_bench.report import LeftOut, Row, Times, make_row, print_report
 from benchmarks.kernel_bench.timing import GraphTimer, measure_machine, time_eagerly_us
 from rich.console import Console
 
-_GROUPS = (attention, sampling, trees, probabilities, expand_inputs, pool)
+_GROUPS = (attention, sampling, trees, probabilities, draft_inputs, pool)
 _NEEDS_CUDA, _FAILED = 2, 1
 _QUICK_REPLAYS, _REPLAYS = 5, 21
 

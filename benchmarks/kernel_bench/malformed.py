@@ -151,18 +151,27 @@ def choices(make: Inputs) -> None:
     ops.gumbel_noise(make.wild(4, below=9), make.wild(4, below=9), 111)
 
 
-def expansions(make: Inputs) -> None:
+def draft_inputs(make: Inputs) -> None:
     """The inputs of a draft from lengths and tables that contradict each other."""
     for batch in (1, 7, 130):
+        rows, vocabulary = batch + 4, 9
+        ops.eagle_step_update_slot_mapping_and_metadata(
+            make.wild(batch, below=90), make.integers(batch, 3, below=99), make.wild(batch, below=90), 16, 100,
+            make.zeros(batch), make.zeros(rows), rows,
+        )  # fmt: skip
+        outputs = [make.zeros(batch) for _ in range(2)]
+        counts, drafts = make.wild(batch, below=9), make.wild(batch, below=9)
+        ops.eagle_prepare_inputs_padded(counts, drafts, make.wild(batch + 1, below=9), *outputs)
+        sampled, backup = make.wild(batch, 5, below=9), make.wild(batch, below=9)
+        ops.eagle_prepare_next_token_padded(
+            sampled, make.integers(batch, below=2).bool(), backup, *outputs, vocab_size=vocabulary
+        )
         for shift in (True, False):
             tokens, padding = 3 * batch, 2
             written = tokens + batch * padding
-            starts = make.wild(batch + 1, below=tokens)
-            if make.device.type == "cpu":  # where sizes are checked against the last one
-                starts[-1] = tokens
             ops.copy_and_expand_eagle_inputs(
                 make.integers(tokens, below=9), make.integers(tokens, below=9), make.integers(batch, below=9),
-                starts, make.wild(batch, below=tokens), 0, 1, padding, shift,
+                make.wild(batch + 1, below=tokens), make.wild(batch, below=tokens), 0, 1, padding, shift,
                 make.zeros(written), make.zeros(written), make.zeros(written, dtype=torch.bool),
                 make.zeros(written, dtype=torch.bool), make.zeros(batch * padding), make.zeros(tokens),
             )  # fmt: skip
@@ -231,5 +240,5 @@ def step_kernels(make: Inputs) -> None:
 
 
 GROUPS: dict[str, Callable[[Inputs], None]] = {
-    group.__name__: group for group in (trees, walks, probabilities, choices, expansions, attention, step_kernels)
+    group.__name__: group for group in (trees, walks, probabilities, choices, draft_inputs, attention, step_kernels)
 }

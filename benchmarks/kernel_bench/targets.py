@@ -67,7 +67,7 @@ TARGETS: dict[str, Target] = {
     "verify_tree_greedy": SMALL,
     "build_tree_kernel_efficient": SMALL,
     "reconstruct_indices_from_tree_mask": SMALL,
-    "copy_and_expand_eagle_inputs": SMALL,
+    "draft_inputs": SMALL,
     "tree_speculative_sampling_target_only, batch 1": Target(microseconds=20),
     "tree_speculative_sampling_target_only, batch 64": Target(microseconds=60),
     "chain_speculative_sampling": Target(part_of_flashinfer=1),

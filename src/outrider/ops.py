@@ -7,7 +7,14 @@ from outrider.engine.config import create_config_for_draft_model
 from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
 from outrider.kernels.chain_sampling import chain_speculative_sampling
 from outrider.kernels.coupled_sampling import coupled_choice, coupled_topk, coupled_topk_scored
-from outrider.kernels.expand_inputs import copy_and_expand_eagle_inputs
+from outrider.kernels.draft_inputs import (
+    QueryMetadata,
+    copy_and_expand_eagle_inputs,
+    eagle_prepare_inputs_padded,
+    eagle_prepare_next_token_padded,
+    eagle_step_update_slot_mapping_and_metadata,
+    extend_all_queries_by_N,
+)
 from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.noise import gumbel_noise, philox_uint32
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
@@ -16,6 +23,7 @@ from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
 from outrider.kernels.verify_tree import verify_tree_greedy
 
 __all__ = [
+    "QueryMetadata",
     "TreeAttentionBatch",
     "TreeMaskMode",
     "build_tree_kernel_efficient",
@@ -25,6 +33,10 @@ __all__ = [
     "coupled_topk",
     "coupled_topk_scored",
     "create_config_for_draft_model",
+    "eagle_prepare_inputs_padded",
+    "eagle_prepare_next_token_padded",
+    "eagle_step_update_slot_mapping_and_metadata",
+    "extend_all_queries_by_N",
     "filtered_probs",
     "gumbel_noise",
     "philox_uint32",

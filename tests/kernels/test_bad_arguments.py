@@ -80,6 +80,18 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "maybe_output_accepted_token_num": _ints(2), "maybe_output_emitted_draft_token_num": _ints(2),
         "seed": _longs(2), "offset": _longs(2),
     }),
+    "eagle_step": (ops.eagle_step_update_slot_mapping_and_metadata, {
+        "positions_1d": _longs(3), "block_table_tensor": _ints(3, 2), "seq_lens": _longs(3), "block_size": 4,
+        "max_model_len": 8, "out_clamped_positions": _longs(3), "out_slot_mapping": _longs(3), "input_batch_size": 3,
+    }),
+    "prepare_inputs": (ops.eagle_prepare_inputs_padded, {
+        "cu_num_draft_tokens": _longs(2), "valid_sampled_tokens_count": _longs(2), "query_start_loc": _longs(3),
+        "token_indices_to_sample": _longs(2), "num_rejected_tokens": _longs(2),
+    }),
+    "prepare_next_token": (ops.eagle_prepare_next_token_padded, {
+        "sampled_token_ids": _longs(2, 3), "discard_request_mask": _bools(2), "backup_next_token_ids": _longs(2),
+        "next_token_ids": _longs(2), "valid_sampled_tokens_count": _longs(2), "vocab_size": 9,
+    }),
     "expand_inputs": (ops.copy_and_expand_eagle_inputs, {
         "target_token_ids": _longs(5), "target_positions": _longs(5), "next_token_ids": _longs(2),
         "query_start_loc": torch.tensor([0, 3, 5]), "query_end_loc": torch.tensor([1, 4]), "padding_token_id": 0,
@@ -88,6 +100,15 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "out_is_masked_token_mask": _bools(9), "out_new_token_indices": _longs(6),
         "out_hidden_state_mapping": _longs(5),
     }),
+    "extend_queries": (
+        lambda **given: ops.extend_all_queries_by_N(
+            ops.QueryMetadata(
+                query_start_loc=torch.tensor([0, 3, 5]), seq_lens=torch.tensor([3, 2]), num_actual_tokens=5,
+                max_query_len=3, max_seq_len=3, slot_mapping=torch.arange(5),
+            ), **given,
+        ),
+        {"N": 1, "arange": torch.arange(3), "new_slot_mapping": torch.arange(7)},
+    ),
     "philox_uint32": (ops.philox_uint32, {
         "seeds": _longs(2), "positions": _longs(2), "vocab_ids": _longs(2, 5), "choice_index": _longs(2),
     }),
@@ -135,7 +156,9 @@ _ANY_SIZE = {
     "linear weight", "linear_parts weight", "gather_slot_rows table", "store_positions slot_positions",
     "gated_activation gate_up", "scale_rows rows", "linear rows", "linear_parts rows", "gated_linear rows",
     "attention_batch slot_positions", "grammar_masks logits", "chain_sampling seed", "chain_sampling offset",
-    "expand_inputs next_token_ids",
+    "eagle_step positions_1d", "prepare_inputs cu_num_draft_tokens", "prepare_next_token sampled_token_ids",
+    "expand_inputs next_token_ids", "processor_batch path_tokens", "processor_batch allowed_tokens",
+    "processor_batch banned_tokens",
 }  # fmt: skip
 _TENSORS = [
     (operator, name)
@@ -163,10 +186,10 @@ def test_tensors_that_do_not_fit_are_named(operator: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: dtype torch.complex64 given, .* needed"):
         call(**{**_copies(given), name: of_another_type})
     if f"{operator} {name}" not in _ANY_RANK:
-        with pytest.raises(ValueError, match=rf"^(batch\.)?({names})\b.* given, .*needed"):
+        with pytest.raises(ValueError, match=rf"^(batch\.|metadata\.)?({names})\b.* given, .*needed"):
             call(**{**_copies(given), name: tensor[None]})
     if f"{operator} {name}" not in _ANY_SIZE:
-        with pytest.raises(ValueError, match=rf"^(batch\.)?({names})\b.* given, .*needed"):
+        with pytest.raises(ValueError, match=rf"^(batch\.|metadata\.)?({names})\b.* given, .*needed"):
             call(**{**_copies(given), name: tensor[:-1]})
     if sum(isinstance(value, torch.Tensor) for value in given.values()) > 1:
         with pytest.raises(ValueError, match=f"^({names}): device (meta|cpu) given, (meta|cpu) .*needed"):
@@ -221,8 +244,15 @@ _OUTPUTS_OF_65 = {name: _longs(2, 65) for name in ("positions", *_LINKS)}
         ("chain_sampling", {"target_probs": _floats(2, 3, 5)}, r"target_probs: shape .* given, \[2, 4, V\] needed"),
         ("chain_sampling", {"target_probs": _floats(2, 4, 0), "draft_probs": _floats(2, 3, 0)}, "target_probs vocab"),
         ("chain_sampling", {"seed": _longs(3)}, r"seed: shape \[3\] given, \[1\] or \[2\] needed"),
+        ("eagle_step", {"block_table_tensor": _ints(3, 0)}, "block_table_tensor columns: 0 given"),
+        ("eagle_step", {"input_batch_size": 4}, "out_slot_mapping size: 3 given, at least 4 needed"),
+        ("eagle_step", {"input_batch_size": 2}, "input_batch_size: 2 given, at least 3 needed"),
+        ("eagle_step", {"block_size": 0}, "block_size: 0 given"),
+        ("eagle_step", {"max_model_len": 0}, "max_model_len: 0 given"),
+        ("prepare_next_token", {"vocab_size": 0}, "vocab_size: 0 given, at least 1 needed"),
         ("expand_inputs", {"num_padding_slots_per_request": 0}, "num_padding_slots_per_request: 0 given, at least 1"),
         ("expand_inputs", {"out_hidden_state_mapping": None}, "out_hidden_state_mapping: None given"),
+        ("extend_queries", {"N": -1}, "N: -1 given, at least 0 needed"),
         ("gumbel_noise", {"vocab": 0}, "vocab: 0 given, at least 1 needed"),
         ("gumbel_noise", {"vocab": _floats(2, 5)}, "vocab: dtype torch.float32 given"),
         ("gumbel_noise", {"stream": -1}, "stream: -1 given"),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tests.kernels.tensors import POISON, recorded, strided_columns
 
-from outrider.kernels.expand_inputs import copy_and_expand_eagle_inputs
+from outrider.kernels.draft_inputs import copy_and_expand_eagle_inputs
 
 _ROW_OUTPUTS = ("input_ids", "positions", "is_rejected", "is_masked")
 
