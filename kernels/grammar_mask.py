@@ -4,8 +4,8 @@ For the m-th mask, of row r = rows[m], and every token v:
 
     bit v % 32 of masks[m, v // 32] is 0, or v // 32 >= W:   logits[r, v] = -inf
 
-What comes before and after it in the order of processors is in `outrider.kernels.sampling.processors`; which bits are
-set is `outrider.grammar`'s to say. Nothing of a logit is read: what is kept stays untouched.
+What comes before and after it in the order of processors is in `outrider.kernels.processors`; which bits are set is
+`outrider.grammar`'s to say. Nothing of a logit is read: what is kept stays untouched.
 
 Shapes: T rows, V vocabulary size, M masks, W words of 32 tokens.
 """

@@ -32,8 +32,12 @@ def check_walk(
     retrive_index: torch.Tensor,
     retrive_next_token: torch.Tensor,
     retrive_next_sibling: torch.Tensor,
+    *,
+    rows: int | None = None,
 ) -> None:
     """Check what an operator that walks down trees [bs, n] writes and the trees themselves.
+
+    `predicts` holds `rows` tokens, bs * n by default.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, or an output too small, naming the argument.
@@ -48,7 +52,7 @@ def check_walk(
         predicts=(predicts, tuple(predicts.shape), INDEX_DTYPES),
     )
     requests = candidates.shape[0]
-    check_at_least("predicts size", predicts.numel(), candidates.numel())
+    check_at_least("predicts size", predicts.numel(), candidates.numel() if rows is None else rows)
     check_at_least("accept_index rows", accept_index.shape[0], requests)
     check_at_least("accept_index columns", accept_index.shape[1], 1)
     check_at_least("accept_token_num size", accept_token_num.shape[0], requests)

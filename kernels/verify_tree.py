@@ -27,7 +27,7 @@ from outrider.kernels.argument_checks import check_dtype, check_place, write_bac
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.tree_links import check_walk, children_of
 
-__all__ = ["verify_tree_greedy", "verify_tree_greedy_reference"]
+__all__ = ["follow_choices", "verify_tree_greedy", "verify_tree_greedy_reference"]
 
 
 def verify_tree_greedy(
@@ -63,11 +63,21 @@ def verify_tree_greedy(
     check_shape("target_predict", target_predict, shape)
     check_dtype("target_predict", target_predict)
     check_place("target_predict", target_predict, candidates.device, "candidates")
-    if candidates.numel() == 0:
+    follow_choices(predicts, accept_index, accept_token_num, *walk, target_predict)
+
+
+def follow_choices(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    *links: torch.Tensor,
+) -> None:
+    """`verify_tree_greedy` of checked arguments; `target_predict` may have any number of rows."""
+    if links[0].numel() == 0:
         return
-    run = _launch if uses_triton(candidates) else verify_tree_greedy_reference
+    run = _launch if uses_triton(links[0]) else verify_tree_greedy_reference
     flat = predicts.contiguous().view(-1)
-    run(flat, accept_index, accept_token_num, *walk, target_predict)
+    run(flat, accept_index, accept_token_num, *links)
     write_back([predicts], [flat])
 
 

@@ -106,13 +106,26 @@ def trees(make: Inputs) -> None:
 
 
 def walks(make: Inputs) -> None:
-    """Walks over links that lead anywhere."""
+    """Greedy and coupled walks over links that lead anywhere."""
     for batch, nodes in _SHAPES:
         for most in (1, 5, nodes + 3):
             outputs = make.walk_outputs(batch, nodes, most)
             candidates, chosen = make.integers(batch, nodes, below=2), make.integers(batch, nodes, below=2)
             tree = [candidates, *make.links(batch, nodes)]
             ops.verify_tree_greedy(*outputs, *tree, target_predict=chosen)
+        names = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
+        logits = make.floats(batch * nodes, 111)
+        logits[0, 0] = float("nan")
+        results = dict(
+            zip(("predicts", "accept_index", "accept_token_num"), make.walk_outputs(batch, nodes, 5), strict=True)
+        )
+        ops.verify_coupled(
+            logits,
+            *make.sampling(batch * nodes, top_k=0, top_p=1.0, min_p=0.0),
+            candidates=make.wild(batch, nodes, below=111),
+            **dict(zip(names, make.links(batch, nodes), strict=True)),
+            **results,
+        )
 
 
 def probabilities(make: Inputs) -> None:
@@ -149,6 +162,34 @@ def choices(make: Inputs) -> None:
             ops.filtered_probs(logits, *columns[2:])
     ops.philox_uint32(make.wild(4, below=9), make.wild(4, below=9), make.wild(4, 7, below=9))
     ops.gumbel_noise(make.wild(4, below=9), make.wild(4, below=9), 111)
+
+
+def processors(make: Inputs) -> None:
+    """Penalties, bias, allowed and banned lists whose tokens, lists and sessions lie outside."""
+    rows, sessions, vocabulary = 5, 2, 9001
+    lists = {}
+    for name, owners in (
+        ("count", sessions),
+        ("path", rows),
+        ("bias", sessions),
+        ("allowed", sessions),
+        ("banned", rows),
+    ):
+        lists[f"{name}_start"] = torch.arange(owners + 1, device=make.device, dtype=torch.int32) * 3
+        lists[f"{name}_tokens"] = make.wild(3 * owners, below=vocabulary).int()
+    penalty = make.uniform(sessions) + 0.5
+    ops.apply_processors(
+        make.floats(rows, vocabulary),
+        ops.ProcessorBatch(
+            row_session=make.wild(rows, below=sessions),
+            repetition_penalty=penalty,
+            presence_penalty=penalty,
+            frequency_penalty=penalty,
+            count_output=make.integers(3 * sessions, below=3).int(),
+            bias_values=make.floats(3 * sessions),
+            **lists,
+        ),
+    )
 
 
 def draft_inputs(make: Inputs) -> None:
@@ -240,5 +281,6 @@ def step_kernels(make: Inputs) -> None:
 
 
 GROUPS: dict[str, Callable[[Inputs], None]] = {
-    group.__name__: group for group in (trees, walks, probabilities, choices, draft_inputs, attention, step_kernels)
+    group.__name__: group
+    for group in (trees, walks, probabilities, choices, processors, draft_inputs, attention, step_kernels)
 }

@@ -17,15 +17,19 @@ from outrider.kernels.draft_inputs import (
 )
 from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.noise import gumbel_noise, philox_uint32
+from outrider.kernels.processors import ProcessorBatch, apply_processors
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask, segment_packbits
 from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
+from outrider.kernels.verify_coupled import verify_coupled
 from outrider.kernels.verify_tree import verify_tree_greedy
 
 __all__ = [
+    "ProcessorBatch",
     "QueryMetadata",
     "TreeAttentionBatch",
     "TreeMaskMode",
+    "apply_processors",
     "build_tree_kernel_efficient",
     "chain_speculative_sampling",
     "copy_and_expand_eagle_inputs",
@@ -44,5 +48,6 @@ __all__ = [
     "segment_packbits",
     "tree_attention",
     "tree_speculative_sampling_target_only",
+    "verify_coupled",
     "verify_tree_greedy",
 ]

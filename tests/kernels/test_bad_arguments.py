@@ -13,6 +13,7 @@ from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.gated_activation import gated_activation
 from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.paired_norm import paired_norm
+from outrider.kernels.processors import apply_processors
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
 from outrider.kernels.scaled_rows import scale_rows
@@ -50,6 +51,13 @@ _BATCH = {
     "key_len": _ints(2), "tree_mask": _longs(3, 1), "max_query_len": 2, "max_key_len": 6, "positions": _ints(3),
     "slot_positions": _ints(16), "paths": _ints(3, 64),
 }  # fmt: skip
+_PROCESSED = {
+    "row_session": _ints(3), "repetition_penalty": _floats(2), "presence_penalty": _floats(2),
+    "frequency_penalty": _floats(2), "count_start": _ints(3), "count_tokens": _ints(5), "count_output": _ints(5),
+    "path_start": _ints(4), "path_tokens": _ints(6), "bias_start": _ints(3), "bias_tokens": _ints(4),
+    "bias_values": _floats(4), "allowed_start": _ints(3), "allowed_tokens": _ints(2), "banned_start": _ints(4),
+    "banned_tokens": _ints(2),
+}  # fmt: skip
 _CACHES = {"key_cache": _floats(16, 2, 8), "value_cache": _floats(16, 2, 8)}
 
 # Each operator with arguments that it takes.
@@ -68,6 +76,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "y": torch.zeros(2, dtype=torch.uint8), "batch_size": 2,
     }),
     "verify_tree_greedy": (ops.verify_tree_greedy, {**_WALK, "target_predict": _longs(2, 4)}),
+    "verify_coupled": (ops.verify_coupled, {**_SAMPLED, **_WALK}),
     "coupled_choice": (ops.coupled_choice, _SAMPLED),
     "coupled_topk": (ops.coupled_topk, {**_SAMPLED, "k": 2}),
     "filtered_probs": (filtered_probs, {"logits": _floats(8, 6), **_FILTERS}),
@@ -113,6 +122,8 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "seeds": _longs(2), "positions": _longs(2), "vocab_ids": _longs(2, 5), "choice_index": _longs(2),
     }),
     "gumbel_noise": (ops.gumbel_noise, {"seeds": _longs(2), "positions": _longs(2), "vocab": 5}),
+    "processor_batch": (ops.ProcessorBatch, _PROCESSED),
+    "apply_processors": (apply_processors, {"logits": _floats(3, 9), "batch": ops.ProcessorBatch(**_PROCESSED)}),
     "grammar_masks": (apply_grammar_masks, {"logits": _floats(2, 8), "rows": _ints(1), "masks": _ints(1, 1)}),
     "attention_batch": (ops.TreeAttentionBatch, _BATCH),
     "tree_attention": (ops.tree_attention, {
@@ -150,7 +161,9 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 # Arguments whose number of dimensions, or whose first size, nothing else decides: buffers may hold more than is used.
-_ANY_RANK = {"reconstruct_indices tree_mask"} | {f"{name} predicts" for name in ("verify_tree_greedy", "tree_sampling")}
+_ANY_RANK = {"reconstruct_indices tree_mask"} | {
+    f"{name} predicts" for name in ("verify_tree_greedy", "verify_coupled", "tree_sampling")
+}
 _ANY_SIZE = {
     "segment_packbits x", "paired_norm table", "rotary_store cos_sin",
     "linear weight", "linear_parts weight", "gather_slot_rows table", "store_positions slot_positions",
@@ -256,6 +269,8 @@ _OUTPUTS_OF_65 = {name: _longs(2, 65) for name in ("positions", *_LINKS)}
         ("gumbel_noise", {"vocab": 0}, "vocab: 0 given, at least 1 needed"),
         ("gumbel_noise", {"vocab": _floats(2, 5)}, "vocab: dtype torch.float32 given"),
         ("gumbel_noise", {"stream": -1}, "stream: -1 given"),
+        ("processor_batch", {"bias_values": None}, "bias_values: None given"),
+        ("apply_processors", {"logits": _floats(3, 9).double()}, "logits: dtype torch.float64 given"),
         ("attention_batch", {"max_key_len": 9}, "max_key_len: 9 given, at most 8 needed"),
         ("attention_batch", {"split_keys": 0}, "split_keys: 0 given"),
         ("tree_attention", {"query": _floats(3, 3, 8)}, "query: 3 heads given, a multiple of Hkv = 2 needed"),

@@ -7,6 +7,7 @@ import outrider.ops
 
 # What other projects call by these names, and ours.
 OPERATORS = {
+    "apply_processors",
     "build_tree_kernel_efficient",
     "chain_speculative_sampling",
     "copy_and_expand_eagle_inputs",
@@ -21,6 +22,7 @@ OPERATORS = {
     "segment_packbits",
     "tree_attention",
     "tree_speculative_sampling_target_only",
+    "verify_coupled",
     "verify_tree_greedy",
 }
 

@@ -1,4 +1,4 @@
-"""Processors of random trees: the reference against the definition, the kernels against the reference."""
+"""Processors of random trees: the reference against `apply_processors`, the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.kernels.sampling.random_step import SESSIONS, RandomStep
 
 from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.pack import Packed
+from outrider.kernels.processors import ProcessorBatch, apply_processors_reference
 from outrider.kernels.sampling.processors import (
     NodeProcessors,
     count_tokens,
@@ -75,36 +76,49 @@ class Step:
         """What operators take between the logits and where they are written."""
         return self.rows, self.packed, self.pool, self.processors
 
-    def expected(self) -> np.ndarray:
-        """Return the lines in use by the definition, entry by entry."""
-        logits = self.logits[: self.count].float().numpy().copy()
-        entries = self.packed.entries.tolist()
-        for line, row in enumerate(self.rows.pool_rows[: self.count].tolist()):
-            settings, path, entry = _SESSIONS[row], [], entries[int(self.rows.rows[line])]
+    def expected(self) -> torch.Tensor:
+        """Return the lines in use by the operator that takes lists."""
+        paths, banned = [], []
+        entries, rows = self.packed.entries.tolist(), self.rows.pool_rows[: self.count].tolist()
+        for line, row in enumerate(rows):
+            path, entry = [], entries[int(self.rows.rows[line])]
             while entry >= 0:
                 path.append(int(self.pool.token[row, entry]))
                 entry = int(self.pool.parent[row, entry])
-            is_early = bool(self.rows.positions[line] < self.pool.min_end[row])
-            banned = self.stops[row] if is_early and "bans_stops" in settings else []
-            for token in range(_VOCAB):
-                value = self._penalised(logits[line, token], token, row, path)
-                value += np.float32(settings.get("bias", {}).get(token, 0.0))
-                if token in banned or token not in settings.get("allowed", [token]):
-                    value = -np.inf
-                logits[line, token] = value
+            paths.append(path)
+            is_early = self.rows.positions[line] < self.pool.min_end[row] and "bans_stops" in _SESSIONS[row]
+            banned.append(self.stops[row] if is_early else [])
+        known = [sorted({*prompt, *output}) for prompt, output in zip(self.prompts, self.outputs, strict=True)]
+        biases = [sorted(settings.get("bias", {}).items()) for settings in _SESSIONS]
+        counts = [output.count(token) for tokens, output in zip(known, self.outputs, strict=True) for token in tokens]
+
+        def column(name: str, default: float) -> torch.Tensor:
+            return torch.tensor([settings.get(name, default) for settings in _SESSIONS])
+
+        batch = ProcessorBatch(
+            row_session=torch.tensor(rows),
+            repetition_penalty=column("repetition", 1.0),
+            presence_penalty=column("presence", 0.0),
+            frequency_penalty=column("frequency", 0.0),
+            count_output=torch.tensor(counts),
+            bias_values=torch.tensor([value for bias in biases for _, value in bias]),
+            **lists("count", known),
+            **lists("path", paths),
+            **lists("bias", [[token for token, _ in bias] for bias in biases]),
+            **lists("allowed", [settings.get("allowed", []) for settings in _SESSIONS]),
+            **lists("banned", banned),
+        )
+        logits = self.logits[: self.count].float().clone()
+        apply_processors_reference(logits, batch)
         return logits
 
-    def _penalised(self, value: np.float32, token: int, row: int, path: list[int]) -> np.float32:
-        committed = [*self.outputs[row], *path]
-        if token not in self.prompts[row] and token not in committed:
-            return value
-        repetition, presence, frequency = (
-            np.float32(_SESSIONS[row].get(name, default))
-            for name, default in (("repetition", 1), ("presence", 0), ("frequency", 0))
-        )
-        count = committed.count(token)
-        repeated = value / repetition if value > 0 else value * repetition
-        return repeated - frequency * np.float32(count) - presence * np.float32(count > 0)
+
+def lists(name: str, parts: list[list[int]]) -> dict[str, torch.Tensor]:
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+    return {
+        f"{name}_start": torch.from_numpy(starts),
+        f"{name}_tokens": torch.tensor([entry for part in parts for entry in part], dtype=torch.int64),
+    }
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -118,7 +132,7 @@ def test_processors_do_what_lists_do():
         step = Step(seed, dtype=torch.bfloat16 if seed % 2 else torch.float32)
         out = torch.full((_LINES, _VOCAB), 7.0)
         process_logits_reference(step.logits, *step.state, out)
-        np.testing.assert_array_equal(out[: step.count].numpy(), step.expected())
+        np.testing.assert_array_equal(out[: step.count].numpy(), step.expected().numpy())
         assert (out[step.count :] == 7).all()
         kinds |= set(step.processors.kinds[step.rows.pool_rows[: step.count].long()].tolist())
     assert kinds == {0, 1, 2, 3, 4, 5, 7}
