@@ -184,7 +184,6 @@ class RoundProgram:
     @classmethod
     def of_runner(cls, runner: ModelRunner, config: RoundConfig) -> Self:
         """Return the program of a loaded target."""
-        engine = runner.config
         return cls(
             runner.packed_forward(sessions=config.max_sessions + MAX_CHUNKS),
             config,
@@ -192,8 +191,7 @@ class RoundProgram:
             row_len=runner.slots.max_row_len,
             vocab_size=runner.vocab_size,
             device=runner.device,
-            # Other attention waits for the host.
-            captures=runner.has_decoder and engine.attention_backend_name == "triton" and not engine.enforce_eager,
+            captures=runner.config.captures,
         )
 
     def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
