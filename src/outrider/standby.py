@@ -1,7 +1,7 @@
 """A stand-by: a process that has imported what workers need, and forks one whenever its owner starts one.
 
-Importing torch and transformers takes a worker some four seconds of CPU, and starting several at once, as after a
-machine's death, several times that. What is forked has it all in a tenth of a second, and shares the memory of it.
+Importing torch and numba takes a worker some two seconds of CPU, and starting several at once, as after a machine's
+death, several times that. What is forked has it all in a tenth of a second, and shares the memory of it.
 The owner is a Ray node, which runs `standby_start.py` instead of Python, or a process with a service of child processes
 (`forked_process.py`); both ask here.
 
@@ -38,8 +38,6 @@ MODULES = (
     "triton.language",
     "numba",
     "safetensors.torch",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
 )
 IDLE_S = 60.0
 # Of linux/prctl.h.

@@ -1,10 +1,10 @@
 """Checkpoint folders: which are served, and what they say of themselves (no code of the checkpoint's own is run)."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import AutoConfig, PretrainedConfig
+from typing import Any
 
 from outrider.checkpoint_json import SERVED_MODEL_TYPES, read_json_object, read_served_config
 from outrider.engine.config import EngineConfig
@@ -14,6 +14,9 @@ from outrider.errors import CheckpointError
 from outrider.tokenizer_hash import tokenizer_hash
 
 logger = logging.getLogger(__name__)
+
+# Of a config that names none, as transformers has it.
+_EOS_TOKEN_IDS = {"llama": 2, "mistral": 2, "gemma": 1, "gemma2": 1, "gemma3_text": 1}
 
 assert SERVED_FAMILIES.keys() == set(SERVED_MODEL_TYPES)
 
@@ -40,25 +43,15 @@ def read_checkpoint(config: EngineConfig) -> tuple[DecoderSpec, ModelCard]:
         CheckpointError: the folder is not a checkpoint that can be served, with what to change.
     """
     folder = Path(config.model_path)
-    model_config = _read_config(folder)
-    return DecoderSpec.of(model_config), _card(folder, config, model_config)
-
-
-def _read_config(folder: Path) -> PretrainedConfig:
     document = read_served_config(folder)
     if document.get("quantization_config") is not None:
         check_quantization(folder, document["quantization_config"])
-    if document.get("use_bidirectional_attention"):
-        raise CheckpointError(f"{folder}: bidirectional attention is not served: it is no causal language model")
-    model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    if "quantization_config" in document:
-        # transformers would want a library for it, and give the layers another code.
-        model_config.__dict__.pop("quantization_config", None)
-    return model_config
+    spec = DecoderSpec.of(document, folder)
+    return spec, _card(folder, config, spec, document)
 
 
-def _card(folder: Path, config: EngineConfig, model_config: PretrainedConfig) -> ModelCard:
-    longest = int(model_config.max_position_embeddings)
+def _card(folder: Path, config: EngineConfig, spec: DecoderSpec, document: Mapping[str, Any]) -> ModelCard:
+    longest = spec.max_positions
     if config.max_model_len is not None and config.max_model_len > longest:
         raise CheckpointError(f"{folder}: max_model_len {config.max_model_len} given, the model ends at {longest}")
     has_tokenizer = (folder / "tokenizer.json").is_file()
@@ -66,20 +59,20 @@ def _card(folder: Path, config: EngineConfig, model_config: PretrainedConfig) ->
         logger.warning("%s has no tokenizer.json: its tokenizer cannot be compared with others", folder)
     return ModelCard(
         name=folder.resolve().name,
-        vocab_size=int(model_config.vocab_size),
+        vocab_size=spec.vocab_size,
         tokenizer_hash=tokenizer_hash(folder) if has_tokenizer else "",
         dtype=config.dtype_name,
         max_model_len=config.max_model_len or longest,
-        eos_token_ids=_eos_token_ids(folder, model_config),
+        eos_token_ids=_eos_token_ids(folder, document),
     )
 
 
-def _eos_token_ids(folder: Path, model_config: PretrainedConfig) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, document: Mapping[str, Any]) -> tuple[int, ...]:
     """Those of generation_config.json, which instruction-tuned checkpoints keep complete; else of config.json."""
     generation = read_json_object(folder / "generation_config.json") or {}
     given = generation.get("eos_token_id")
     if given is None:
-        given = getattr(model_config, "eos_token_id", None)
+        given = document.get("eos_token_id", _EOS_TOKEN_IDS.get(document["model_type"]))
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list) else (int(given),)

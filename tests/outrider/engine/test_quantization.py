@@ -36,7 +36,7 @@ CONFIG = LlamaConfig(
     initializer_range=0.3,
     attention_bias=True,
 )
-SPEC = DecoderSpec.of(CONFIG)
+SPEC = DecoderSpec.of(CONFIG.to_dict())
 PROMPTS = [[5, 7, 90, 3, 41, 11, 2, 66, 8], [1, 2, 3], [44]]
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 GROUP = {
