@@ -10,18 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray._private.node import Node
 
-from outrider import standby_start
 from outrider.deploy.config import Bind, DeployConfig
-from outrider.deploy.descendants import find_child
 from outrider.deploy.local_note import local_address
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "outrider"
 CONNECT_TIMEOUT_S = 5.0
-# Between two looks for Ray's process.
-_LOOK_S = 0.05
 # What Ray says when its node or its control store took longer than it waits.
 _SLOW_START = ("timed out during startup", "Timed out waiting for file")
 
@@ -41,8 +38,7 @@ def connect(config: DeployConfig) -> bool:
     if config.address == "local":
         # Ray turns its token on by itself for a cluster of its own: whoever reaches its ports may run code.
         options = {"include_dashboard": False, "object_store_memory": config.object_store_bytes}
-    starts_early = config.address == "local" and config.forks_workers and standby_start.CAN_FORK
-    with _early_stand_by() if starts_early else contextlib.nullcontext():
+    with _bare_node(role_logs=config.role_logs) if config.address == "local" else contextlib.nullcontext():
         _join(config.address, log_to_driver=config.role_logs, **options)
     if config.bind is Bind.NODE and not config.insecure and os.environ.get("RAY_AUTH_MODE") != "token":
         ray.shutdown()
@@ -85,26 +81,18 @@ def _join(address: str, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _early_stand_by() -> Iterator[None]:
-    """Start the stand-by of the Ray node that is started in the block as soon as that node's process is there.
+def _bare_node(*, role_logs: bool) -> Iterator[None]:
+    """Have the Ray that is started in the block do without what only its dashboard, its autoscaler and its driver's
+    log need: three processes, two seconds of CPU, and the wait until the dashboard answers.
 
-    Its imports take as long as all that Ray does before it asks for the first worker.
+    Ray's own options leave them out of the dashboard's pages, not of the start.
     """
-    is_over = threading.Event()
-
-    def start() -> None:
-        while not is_over.wait(_LOOK_S):
-            if (raylet := find_child("raylet")) is not None:
-                # Where there can be none, workers are started without.
-                with contextlib.suppress(OSError):
-                    standby_start.connect(raylet, is_own=True).close()
-                return
-
-    threading.Thread(target=start, name="stand-by", daemon=True).start()
-    try:
+    unneeded = ["start_api_server", "start_monitor"] + ([] if role_logs else ["start_log_monitor"])
+    with contextlib.ExitStack() as stack:
+        for name in unneeded:
+            stack.callback(setattr, Node, name, getattr(Node, name))
+            setattr(Node, name, lambda _node, **_options: None)
         yield
-    finally:
-        is_over.set()
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from outrider.deploy.config_file import as_in_file, read_fields
 from outrider.deploy.descendants import adopt_descendants, end_descendants
 from outrider.deploy.plan import make_plan
 from outrider.deploy.ray_token import prefer_token
+from outrider.forked_process import wake_stand_by
+from outrider.standby_start import OWNER_VARIABLE
 
 INTERRUPTED = 130
 # That each role gets after Ctrl-C, and after which nothing is waited for any more.
@@ -86,6 +88,10 @@ def _say(line: str) -> None:
 async def _bring_up(config: DeployConfig, told: list[int], *, detach: bool, began: float) -> None:
     """Serve until this is cancelled; `told` has the signals by then."""
     _say("starting Ray" if config.address == "local" else f"joining Ray at {config.address}")
+    if config.address == "local" and config.forks_workers:
+        # Its imports take as long as all that Ray does before it asks for the first worker.
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        wake_stand_by(os.environ)
     cluster = await asyncio.to_thread(importlib.import_module, "outrider.deploy.cluster")
     deployment = cluster.Deployment(config, detach=detach, tell=_say)
     # Told to stop by Ctrl-C it may be at any time, also while it starts.

@@ -68,7 +68,7 @@ def _load_model(config: DraftWorkerConfig) -> "tuple[ModelDrafter, common_pb2.Mo
         num_slots=runner.slots.num_slots,
         vocab_size=runner.vocab_size,
         device=runner.device,
-        captures=runner.has_decoder and not engine.enforce_eager,
+        captures=engine.captures,
         grammars=GrammarCompiler.of_checkpoint(engine.model_path),
     )
     drafter.warm_up()

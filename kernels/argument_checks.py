@@ -58,12 +58,19 @@ def check_tensors(**needed: NeededTensor) -> None:
     owner, (first, *_) = next(iter(needed.items()))
     assert first is not None
     sizes: dict[int | str, int] = {}
+    device = first.device
     for name, (tensor, shape, dtypes) in needed.items():
-        if tensor is not None:
-            check_shape(name, tensor, tuple(sizes.get(size, size) for size in shape))
+        if tensor is None:
+            continue
+        # Lists are quicker than generators, and a step on a CPU has dozens of these calls.
+        wanted = tuple([sizes.get(size, size) for size in shape])
+        if tensor.shape != wanted:
+            check_shape(name, tensor, wanted)
             sizes.update(zip(shape, tensor.shape, strict=True))
+        if tensor.dtype not in dtypes:
             check_dtype(name, tensor, dtypes)
-            check_place(name, tensor, first.device, owner)
+        if tensor.device != device:
+            check_place(name, tensor, device, owner)
 
 
 def check_dense(**tensors: torch.Tensor | None) -> None:

@@ -166,13 +166,12 @@ def _in_torch(step: _Step) -> torch.Tensor:
     cos, sin = step.cos_sin[step.positions.long().clamp(0, step.cos_sin.shape[0] - 1)][:, :, None].unbind(1)
     query = _rotated(_head_norm(query, step.q_norm, step.eps), cos, sin)
     key = _rotated(_head_norm(key, step.k_norm, step.eps), cos, sin)
-    stored = (step.write_slots >= 0) & (step.write_slots < num_slots)
-    slots = step.write_slots[stored].long()
-    for cache, rows, scale in (
-        (step.key_cache, key, step.key_scale),
-        (step.value_cache, value, step.value_scale),
-    ):
-        _store(cache, slots, rows[stored] / scale)
+    slots = step.write_slots.long()
+    stored = (slots >= 0) & (slots < num_slots)
+    if not stored.all():
+        slots, key, value = slots[stored], key[stored], value[stored]
+    for cache, rows, scale in ((step.key_cache, key, step.key_scale), (step.value_cache, value, step.value_scale)):
+        _store(cache, slots, rows if scale == 1 else rows / scale)
     return query.to(step.result_dtype)
 
 

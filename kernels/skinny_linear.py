@@ -13,6 +13,8 @@ weight is widened on its way into the matrix units, so the result is that of the
 rows are rounded to 8 bits as well (`outrider.kernels.scaled_rows`), unless `fixed` asks for one way for all. Where
 neither can be (an older device, float32, many rows of float16), the weight is written out in the rows' dtype.
 
+On a CPU a weight may be packed (`outrider.kernels.packed_weight`): oneDNN multiplies with it, in any order of sums.
+
 Launches may overlap: a product asks for its first weights while the kernel before it still runs (see
 `outrider.kernels.skinny_linear_hopper`), and waits for it before it reads rows.
 
@@ -31,12 +33,14 @@ from outrider.kernels.gated_activation import (
     gated_activation,
     gated_activation_reference,
 )
+from outrider.kernels.packed_weight import PackedWeight
 from outrider.kernels.scaled_rows import can_scale_rows, scaled_product
 from outrider.kernels.scaled_weight import ScaledWeight
-from outrider.kernels.skinny_linear_launch import ProductCall, Weight, can_stream, can_widen, launch
+from outrider.kernels.skinny_linear_launch import PlainWeight, ProductCall, can_stream, can_widen, launch
 
 __all__ = ["Weight", "gated_linear", "gated_linear_reference", "linear", "linear_parts", "linear_reference"]
 
+Weight = PlainWeight | PackedWeight
 # Up to this many rows our kernels are the faster ones on an H200; beyond, torch's (cuBLAS).
 MOST_ROWS = 72
 
@@ -46,7 +50,7 @@ def linear_parts(rows: torch.Tensor, weight: Weight, *, fixed: bool = False) -> 
 
     Args:
         rows: [T, K] bfloat16, float16 or float32.
-        weight: [N, K], of the same dtype or of 8 bits.
+        weight: [N, K], of the same dtype, of 8 bits, or packed.
         fixed: one configuration of tiles and one order of the sum over K for any T: the bits of a row depend on that
             row and the weight alone. Slower for many rows.
 
@@ -56,6 +60,8 @@ def linear_parts(rows: torch.Tensor, weight: Weight, *, fixed: bool = False) -> 
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
+    if isinstance(weight, PackedWeight):
+        return weight.product(rows)[None]
     _check_arguments(rows, weight)
     if not uses_triton(rows):
         return linear_reference(rows, weight)[None]
@@ -65,6 +71,8 @@ def linear_parts(rows: torch.Tensor, weight: Weight, *, fixed: bool = False) -> 
 
 def linear(rows: torch.Tensor, weight: Weight, *, fixed: bool = False) -> torch.Tensor:
     """`rows weight^T`, [T, N]; arguments and errors as in `linear_parts`."""
+    if isinstance(weight, PackedWeight):
+        return weight.product(rows)
     _check_arguments(rows, weight)
     if not uses_triton(rows):
         return linear_reference(rows, weight)
@@ -77,7 +85,7 @@ def gated_linear(rows: torch.Tensor, weight: Weight, *, activation: Activation, 
 
     Args:
         rows: [T, K] bfloat16, float16 or float32.
-        weight: [2 F, K], of the same dtype or of 8 bits: the rows of gate, then those of up.
+        weight: [2 F, K], of the same dtype, of 8 bits, or packed: the rows of gate, then those of up.
         activation: "silu", or "gelu_tanh" (GELU by its tanh approximation).
         fixed: as in `linear_parts`.
 
@@ -87,9 +95,11 @@ def gated_linear(rows: torch.Tensor, weight: Weight, *, activation: Activation, 
     Raises:
         ValueError: a shape, dtype or device that does not fit, an odd number of weight rows, another activation.
     """
-    _check_arguments(rows, weight)
     if weight.shape[0] % 2:
         raise ValueError(f"weight: {weight.shape[0]} rows given, an even number (gate's, then up's) needed")
+    if isinstance(weight, PackedWeight):
+        return gated_activation(weight.product(rows), activation=activation)
+    _check_arguments(rows, weight)
     check_activation(activation)
     if not uses_triton(rows):
         return gated_linear_reference(rows, weight, activation=activation)
@@ -106,7 +116,7 @@ def _is_ours(call: ProductCall) -> bool:
     return call.rows.shape[0] <= MOST_ROWS and (can_stream(call) or can_widen(call))
 
 
-def _of_many(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
+def _of_many(rows: torch.Tensor, weight: PlainWeight) -> torch.Tensor:
     """The product by torch."""
     if isinstance(weight, ScaledWeight):
         if rows.shape[0] > MOST_ROWS and can_scale_rows(rows, weight):
@@ -115,7 +125,7 @@ def _of_many(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.nn.functional.linear(rows, weight)
 
 
-def _check_arguments(rows: torch.Tensor, weight: Weight) -> None:
+def _check_arguments(rows: torch.Tensor, weight: PlainWeight) -> None:
     is_scaled = isinstance(weight, ScaledWeight)
     numbers = weight.values if is_scaled else weight
     check_tensors(
@@ -124,16 +134,16 @@ def _check_arguments(rows: torch.Tensor, weight: Weight) -> None:
     )
 
 
-def linear_reference(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
+def linear_reference(rows: torch.Tensor, weight: PlainWeight) -> torch.Tensor:
     """`linear` in float32, rounded once; and the one part of `linear_parts`."""
     return (rows.float() @ _wide(weight).T).to(rows.dtype)
 
 
-def gated_linear_reference(rows: torch.Tensor, weight: Weight, *, activation: Activation) -> torch.Tensor:
+def gated_linear_reference(rows: torch.Tensor, weight: PlainWeight, *, activation: Activation) -> torch.Tensor:
     """`gated_linear` in float32, rounded once."""
     gate_up = rows.float() @ _wide(weight).T
     return gated_activation_reference(gate_up, activation=activation).to(rows.dtype)
 
 
-def _wide(weight: Weight) -> torch.Tensor:
+def _wide(weight: PlainWeight) -> torch.Tensor:
     return weight.dequantised(torch.float32) if isinstance(weight, ScaledWeight) else weight.float()

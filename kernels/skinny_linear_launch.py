@@ -15,9 +15,9 @@ from outrider.kernels.early_launch import early_options
 from outrider.kernels.scaled_weight import ScaledWeight, is_interleaved
 from outrider.kernels.skinny_linear_kernels import skinny_linear_kernel
 
-__all__ = ["ProductCall", "Weight", "can_stream", "can_widen", "launch", "row_blocks"]
+__all__ = ["PlainWeight", "ProductCall", "can_stream", "can_widen", "launch", "row_blocks"]
 
-Weight = torch.Tensor | ScaledWeight
+PlainWeight = torch.Tensor | ScaledWeight
 
 # Numbers of K in a block of a weight: 128 bytes, the widest that the matrix units' layout of shared memory takes.
 _BLOCK_K, _SCALED_BLOCK_K = 64, 128
@@ -36,7 +36,7 @@ class ProductCall:
     """The checked arguments of one call; `activation` None: not gated."""
 
     rows: torch.Tensor
-    weight: Weight
+    weight: PlainWeight
     fixed: bool
     activation: str | None = None
     may_split: bool = False

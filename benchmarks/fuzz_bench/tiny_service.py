@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.client import AsyncClient
@@ -21,8 +20,8 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.server import serve as serve_draft
-from outrider.engine.packed_linear import ROW_SIZES, PackedLinear, can_pack
 from outrider.kernels.noise import gumbel_noise_reference
+from outrider.kernels.packed_weight import ROW_SIZES, PackedWeight, can_pack
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.server import serve as serve_target
 
@@ -69,10 +68,10 @@ def fill_caches() -> None:
         positions = torch.arange(first, first + _NOISE_AT_ONCE)
         gumbel_noise_reference(torch.zeros_like(positions), positions, VOCAB_SIZE)
     with torch.inference_mode():
-        for inputs, outputs in _LINEAR_SHAPES if can_pack() else ():
-            layer = PackedLinear(nn.Linear(inputs, outputs, bias=False))
+        for inputs, outputs in _LINEAR_SHAPES if can_pack(torch.float32) else ():
+            weight = PackedWeight(torch.zeros(outputs, inputs), torch.float32)
             for rows in ROW_SIZES:
-                layer(torch.zeros(1, rows, inputs))
+                weight.product(torch.zeros(rows, inputs))
 
 
 @dataclass(frozen=True, kw_only=True)

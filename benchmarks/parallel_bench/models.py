@@ -71,9 +71,7 @@ class BenchModel:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         # A folder without weights is no checkpoint; these are made, and never read.
         (folder / "model.safetensors").touch()
-        from transformers import AutoConfig
-
-        return cls(shape, folder, DecoderSpec.of(AutoConfig.from_pretrained(folder)))
+        return cls(shape, folder, DecoderSpec.of(config, folder))
 
     def source(self) -> FunctionSource:
         """Of the weights; can be pickled."""

@@ -254,7 +254,7 @@ class DraftThread:
             num_slots=runner.slots.num_slots,
             vocab_size=runner.vocab_size,
             device=runner.device,
-            captures=runner.has_decoder,
+            captures=runner.config.captures,
         )
         drafter.warm_up()
         return drafter

@@ -1,6 +1,6 @@
 """A worker that this process's stand-by has forked, used as `subprocess.Popen` is.
 
-Starting Python instead would have it import torch and transformers once more (`outrider.standby`).
+Starting Python instead would have it import torch once more (`outrider.standby`).
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A stand-by: a process that has imported what workers need, and forks one whenever its owner starts one.
 
-Importing torch and transformers takes a worker some four seconds of CPU, and starting several at once, as after a
-machine's death, several times that. What is forked has it all in a tenth of a second, and shares the memory of it.
+Importing torch and numba takes a worker some two seconds of CPU, and starting several at once, as after a machine's
+death, several times that. What is forked has it all in a tenth of a second, and shares the memory of it.
 The owner is a Ray node, which runs `standby_start.py` instead of Python, or a process with a service of child processes
 (`forked_process.py`); both ask here.
 
@@ -33,14 +33,9 @@ logger = logging.getLogger(__name__)
 
 # What takes long of what target and draft workers import. Nothing of this package: where it is replaced while a
 # stand-by lives, workers have to be all new.
-MODULES = (
-    "torch",
-    "triton.language",
-    "numba",
-    "safetensors.torch",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-)
+MODULES = ("torch", "numba", "safetensors.torch")
+# Beside them where there is a GPU: kernels are of no use elsewhere (`outrider.kernels.backend`).
+GPU_MODULES = ("triton.language",)
 IDLE_S = 60.0
 # Of linux/prctl.h.
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -227,6 +222,9 @@ def prepare(modules: Sequence[str]) -> None:
         # What is not installed here, workers do without.
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
+    if "numba" in sys.modules:
+        # What numba sets up at its first function takes it half a second, and others a hundredth.
+        sys.modules["numba"].njit(lambda: 0)()
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         raise RuntimeError(f"importing {', '.join(modules)} has left {threads} threads: what is forked would lack them")
     # What is never collected is never written to: it stays one copy for all.
@@ -245,7 +243,9 @@ def main(arguments: Sequence[str]) -> None:
         os.environ.setdefault(name, "1")
     # Asking the driver itself whether there is a GPU would be too much for those who are forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    prepare(MODULES)
+    import torch
+
+    prepare((*MODULES, *GPU_MODULES) if torch.cuda.is_available() else MODULES)
     order = StandBy(socket.socket(fileno=door), owner_pid=owner_pid).serve()
     if order is not None:
         execute(order)

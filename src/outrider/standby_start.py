@@ -2,10 +2,10 @@
 
     python -I -S standby_start.py [-u] worker.py ARGUMENTS...
 
-The first of these on a machine (of a Ray node, to be exact) starts the stand-by (`outrider.standby`), and waits
-with those that come meanwhile until it has imported what workers need: all of them together pay for it once. Wherever
-that cannot be, Python is started as Ray would have done. This process stays beside the worker: it hands signals on, and
-ends with it; if it is killed, so is the worker.
+The first of these on a machine (of a Ray node, to be exact) starts the stand-by (`outrider.standby`), unless whoever
+has started the node has done so (`OWNER_VARIABLE`), and waits with those that come meanwhile until it has imported what
+workers need: all of them together pay for it once. Wherever that cannot be, Python is started as Ray would have done.
+This process stays beside the worker: it hands signals on, and ends with it; if it is killed, so is the worker.
 
 The standard library alone: this is what every start of a worker waits for. `forked_process.py` asks for workers too.
 """
@@ -30,6 +30,8 @@ COMMAND = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve())]
 """What Ray is to run instead of Python."""
 CAN_FORK = hasattr(os, "pidfd_open")
 """Whether there are stand-bys on this system: Linux alone."""
+OWNER_VARIABLE = "OUTRIDER_STAND_BY_OWNER"
+"""Names the process with which the stand-by ends, where that is another one than the Ray node's."""
 LENGTH = struct.Struct("!I")
 # Behind these comes a script. Others change the interpreter itself, which is the stand-by's.
 _FLAGS = {"-u"}
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a worker by the stand-by of the Ray node that has started this process; returns its exit status."""
     if can_be_forked(arguments):
         try:
-            return run_forked(arguments, owner_pid=os.getppid())
+            return run_forked(arguments, owner_pid=int(os.environ.get(OWNER_VARIABLE) or os.getppid()))
         except OSError as error:
             sys.stderr.write(f"no stand-by ({error}): Python is started\n")
     return os.execv(sys.executable, [sys.executable, *arguments])
@@ -93,13 +95,12 @@ def send_order(
     connection.sendall(packed)
 
 
-def connect(owner_pid: int, environment: Mapping[str, str] | None = None, *, is_own: bool = False) -> socket.socket:
+def connect(owner_pid: int, environment: Mapping[str, str] | None = None) -> socket.socket:
     """A connection to the stand-by of a process, which is started where there is none.
 
     Args:
         owner_pid: the process with which the stand-by ends.
         environment: the stand-by's variables; default this process's own.
-        is_own: the owner ends with this process, so that a stand-by that is started here may, too.
 
     Raises:
         OSError: the folder belongs to somebody else, or the name is too long for a socket.
@@ -118,7 +119,7 @@ def connect(owner_pid: int, environment: Mapping[str, str] | None = None, *, is_
             try:
                 connection.connect(str(path))
             except (FileNotFoundError, ConnectionRefusedError):
-                _start(path, owner_pid, environment, is_own=is_own or owner_pid == os.getpid())
+                _start(path, owner_pid, environment)
                 connection.connect(str(path))
     except BaseException:
         connection.close()
@@ -126,7 +127,7 @@ def connect(owner_pid: int, environment: Mapping[str, str] | None = None, *, is_
     return connection
 
 
-def _start(path: Path, owner_pid: int, environment: Mapping[str, str] | None, *, is_own: bool) -> None:
+def _start(path: Path, owner_pid: int, environment: Mapping[str, str] | None) -> None:
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(path))
@@ -140,7 +141,7 @@ def _start(path: Path, owner_pid: int, environment: Mapping[str, str] | None, *,
             pass_fds=(door.fileno(),),
             start_new_session=True,
         )
-    if is_own:
+    if owner_pid == os.getpid():
         # It would end with its owner all the same, but Python complains of children that nobody has waited for.
         atexit.register(_end, stand_by, path)
 

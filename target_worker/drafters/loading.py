@@ -42,12 +42,12 @@ def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
         CheckpointError: the folder cannot be served.
     """
     engine = draft_engine(target, folder)
-    model_config, _ = read_checkpoint(engine)
-    slot_bytes = KvShape(model_config, engine).bytes_per_slot
+    spec, _ = read_checkpoint(engine)
+    slot_bytes = KvShape(spec, engine).bytes_per_slot
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     tree_bytes = _LIVE_NODES * target.max_num_seqs * slot_bytes
     return KvNeighbour(
-        fixed_bytes=weights + step_bytes(engine, model_config) + tree_bytes, bytes_per_slot=slot_bytes
+        fixed_bytes=weights + step_bytes(engine, spec) + tree_bytes, bytes_per_slot=slot_bytes
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class DraftModel:
             growth=growth,
             num_slots=runner.slots.num_slots,
             vocab_size=runner.vocab_size,
-            captures=runner.has_decoder and not runner.config.enforce_eager,
+            captures=runner.config.captures,
         )
 
 

@@ -190,7 +190,6 @@ class RoundProgram:
     @classmethod
     def of_runner(cls, runner: ModelRunner, config: RoundConfig, *, draft: DraftModel | None = None) -> Self:
         """Return the program of a loaded target, perhaps with a draft model beside it."""
-        engine = runner.config
         return cls(
             runner.packed_forward(sessions=config.max_sessions + MAX_CHUNKS),
             config,
@@ -198,8 +197,7 @@ class RoundProgram:
             row_len=runner.slots.max_row_len,
             vocab_size=runner.vocab_size,
             device=runner.device,
-            # Other attention waits for the host.
-            captures=runner.has_decoder and engine.attention_backend_name == "triton" and not engine.enforce_eager,
+            captures=runner.config.captures,
             draft=draft,
         )
 

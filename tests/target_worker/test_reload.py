@@ -112,7 +112,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(ser
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await reload(service, other, common_pb2.Weights(version=version, path=str(other), reloads=1))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    words = {"missing": "no *.safetensors", "architecture": "rms_norm_eps", "written since": "or was written since"}
+    words = {"missing": "no *.safetensors", "architecture": "norm_eps", "written since": "or was written since"}
     assert words[spoilt] in (refused.value.details() or "")
     await coordinator.bound(1, WITHOUT_LIMIT)
     await coordinator.finish(1)

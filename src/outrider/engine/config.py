@@ -127,6 +127,11 @@ class EngineConfig:
         """The attention backend with its default filled in."""
         return self.attention_backend or ("reference" if self.device == "cpu" else "triton")
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured in CUDA graphs: other attention than Triton's waits for the host."""
+        return self.attention_backend_name == "triton" and not self.enforce_eager
+
 
 def create_config_for_draft_model(target_config: EngineConfig, draft_config: EngineConfig) -> EngineConfig:
     """The target's configuration with the model, its dtype and its place replaced by the draft's own.

@@ -3,14 +3,12 @@
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from outrider.engine.attention import TreeAttention, attention_operator
 from outrider.engine.checkpoint import ModelCard, read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
-from outrider.engine.decoder_spec import DecoderSpec
-from outrider.engine.decoder_weights import load_decoder_weights
+from outrider.engine.decoder_weights import load_decoder_weights, pack_matrices
 from outrider.engine.tensor_parallel import Ranks
 from outrider.engine.tensor_parallel_collectives import SumOptions
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
@@ -24,20 +22,17 @@ _MAILBOX_LETTER_BYTES = 16 << 20
 _MAILBOX_LOGITS_BYTES = 64 << 20
 
 
-def load_decoder(
-    config: EngineConfig, source: WeightSource | None, ranks: Ranks
-) -> tuple[Decoder, PretrainedConfig, ModelCard]:
-    """The decoder of `config.model_path`, its configuration and its card.
+def load_decoder(config: EngineConfig, source: WeightSource | None, ranks: Ranks) -> tuple[Decoder, ModelCard]:
+    """The decoder of `config.model_path`, and its card.
 
     Args:
         source: of the weights; by default the folder's files.
         ranks: those that share it.
 
     Raises:
-        CheckpointError: see `load_checkpoint`, `check_eight_bits` and `attention_of`.
+        CheckpointError: see `read_checkpoint`, `load_decoder_weights`, `check_eight_bits` and `attention_of`.
     """
-    model_config, card = read_checkpoint(config)
-    spec = DecoderSpec.of(model_config)
+    spec, card = read_checkpoint(config)
     attend = attention_of(config, spec.head_dim)
     if config.quantization == "fp8":
         check_eight_bits(config, ranks.device)
@@ -52,6 +47,8 @@ def load_decoder(
     )
     if any(isinstance(layer.qkv, ScaledWeight) for layer in weights.layers):
         check_eight_bits(config, ranks.device)
+    if ranks.device.type == "cpu":
+        weights = pack_matrices(weights)
     all_reduce = gather_logits = sum_norm = None
     if ranks.world_size > 1:
         collectives = ranks.connect(
@@ -74,7 +71,7 @@ def load_decoder(
         gather_logits=gather_logits,
         fixed=config.deterministic,
     )
-    return decoder, model_config, card
+    return decoder, card
 
 
 def check_eight_bits(config: EngineConfig, device: torch.device) -> None:

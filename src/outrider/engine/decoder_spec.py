@@ -8,17 +8,17 @@ Seven model types are one program with these differences:
     gemma2           further norms of what a block adds, caps of scores and logits, windows by layer
     gemma3_text      further norms, norms of every head, one rotary table for windowed layers and one for the others
 
-Sources: transformers' modeling files of these types (read in 5.17 and 5.23). What scales frequencies is transformers'
-own code; the rotary classes around it are not imported, which takes seconds, but compared with in tests.
+What a config leaves out is what transformers takes for it. Its classes are not imported, which takes seconds, but
+compared with in tests.
+
+Sources: transformers' configuration and modeling files of these types (read in 5.17 and 5.23).
 """
 
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
 
-import torch
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
+from outrider.engine.rotary_spec import RotarySpec, read_rotary
 from outrider.errors import CheckpointError
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -30,9 +30,35 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-# Their frequencies depend on the longest sequence of the batch: no table can hold them.
-_LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
-_SERVED_ROTARY = "default, linear, llama3 and yarn"
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+# What a config may leave out, in all families that have it.
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "rope_theta": 1e4,
+}
+_GEMMA_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,48 +71,40 @@ class _Family:
     windows: Literal["none", "all", "by_layer"] = "none"
     always_qkv_bias: bool = False
     caps_scores: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 SERVED_FAMILIES: dict[str, _Family] = {
     "llama": _Family(),
     "qwen2": _Family(windows="by_layer", always_qkv_bias=True),
-    "qwen3": _Family(windows="by_layer", head_norms=True),
+    "qwen3": _Family(windows="by_layer", head_norms=True, defaults={"head_dim": 128}),
     "mistral": _Family(windows="all"),
-    "gemma": _Family(is_gemma=True),
+    "gemma": _Family(is_gemma=True, defaults=_GEMMA_DEFAULTS),
     "gemma2": _Family(
         is_gemma=True,
         addend_norms=True,
         windows="by_layer",
         caps_scores=True,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
     ),
     "gemma3_text": _Family(
         is_gemma=True,
         addend_norms=True,
         head_norms=True,
         windows="by_layer",
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
     ),
 }
-
-
-@dataclass(frozen=True)
-class RotarySpec:
-    """One kind of rotary embedding.
-
-    Attributes:
-        frequencies: D / 2 of them, float32 values.
-        scaling: factor of cosine and sine.
-    """
-
-    frequencies: tuple[float, ...]
-    scaling: float
-
-    def table(self, positions: int) -> torch.Tensor:
-        """Cosines and sines of the positions from 0 on, [positions, 2, D / 2] float32 on the CPU."""
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * torch.tensor(self.frequencies)
-        table = torch.empty((positions, 2, len(self.frequencies)))
-        torch.cos(angles, out=table[:, 0])
-        torch.sin(angles, out=table[:, 1])
-        return table if self.scaling == 1 else table.mul_(self.scaling)
 
 
 @dataclass(frozen=True)
@@ -149,96 +167,132 @@ class DecoderSpec:
     tied_head: bool
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "DecoderSpec":
-        """The architecture that a config describes.
+    def of(cls, document: Mapping[str, Any], place: object = "config.json") -> "DecoderSpec":
+        """Return the architecture that a config.json describes.
+
+        Args:
+            document: its content.
+            place: of it, in errors.
 
         Raises:
-            CheckpointError: the decoder cannot run it, with what it can run.
+            CheckpointError: it is not complete, or the decoder cannot run it, with what it can run.
         """
-        family = SERVED_FAMILIES.get(config.model_type)
+        model_type = document.get("model_type")
+        family = SERVED_FAMILIES.get(model_type or "")
         if family is None:
-            _refuse(config, f"model type {config.model_type!r}", f"model types {', '.join(SERVED_FAMILIES)}")
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if config.num_attention_heads % config.num_key_value_heads or head_dim % 2:
-            _refuse(config, f"{config.num_attention_heads} heads of {head_dim} over {config.num_key_value_heads}",
+            _refuse(place, f"model type {model_type!r}", f"model types {', '.join(SERVED_FAMILIES)}")
+        config = {**_DEFAULTS, **family.defaults, **document}
+        for name in _SIZES:
+            if not isinstance(size := config.get(name), int) or size < 1:
+                raise CheckpointError(f"{place}: {name} is {size!r}, a number from 1 on needed")
+        try:
+            return cls._of(config, family, place)
+        except KeyError as error:
+            raise CheckpointError(f"{place}: {error.args[0]} is missing") from error
+        except (TypeError, ArithmeticError, LookupError) as error:
+            raise CheckpointError(f"{place}: a value is of another kind than this model type's: {error}") from error
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any], family: _Family, place: object) -> "DecoderSpec":
+        model_type, heads = config["model_type"], config["num_attention_heads"]
+        kv_heads = config["num_key_value_heads"] or heads
+        head_dim = config["head_dim"] or config["hidden_size"] // heads
+        if heads % kv_heads or head_dim % 2:
+            _refuse(place, f"{heads} heads of {head_dim} over {kv_heads}",
                     "heads of an even size, a multiple of the key and value heads")  # fmt: skip
-        rotaries, rotary_of = _rotaries(config, head_dim)
-        attention_bias = bool(getattr(config, "attention_bias", False)) and config.model_type != "mistral"
-        query_scalar = config.query_pre_attn_scalar if family.addend_norms else head_dim
+        windowed = _windowed_layers(config, family)
+        rotaries, rotary_of = _rotaries(config, windowed, head_dim, place)
+        attention_bias = config["attention_bias"] and model_type != "mistral"
+        query_scalar = config["query_pre_attn_scalar"] if family.addend_norms else head_dim
         return cls(
-            model_type=config.model_type,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+            model_type=model_type,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
-            max_positions=config.max_position_embeddings,
+            max_positions=config["max_position_embeddings"],
             layers=tuple(
-                LayerSpec(_window(config, family, index), rotary_of[index]) for index in range(config.num_hidden_layers)
+                LayerSpec((config["sliding_window"] or 0) if is_windowed else 0, rotary)
+                for is_windowed, rotary in zip(windowed, rotary_of, strict=True)
             ),
             rotaries=rotaries,
-            norm_eps=config.rms_norm_eps,
+            norm_eps=config["rms_norm_eps"],
             norm_offset=1.0 if family.is_gemma else 0.0,
             addend_norms=family.addend_norms,
             head_norms=family.head_norms,
             qkv_bias=attention_bias or family.always_qkv_bias,
             output_bias=attention_bias and not family.always_qkv_bias,
-            feed_forward_bias=config.model_type == "llama" and config.mlp_bias,
-            activation=_activation(config, family),
-            embedding_factor=config.hidden_size**0.5 if family.is_gemma else 1.0,
+            feed_forward_bias=model_type == "llama" and config["mlp_bias"],
+            activation=_activation(config, family, place),
+            embedding_factor=config["hidden_size"] ** 0.5 if family.is_gemma else 1.0,
             attention_scale=query_scalar**-0.5,
             # Gemma 3's config keeps Gemma 2's field, and its attention does not read it.
-            attention_softcap=(config.attn_logit_softcapping or 0.0) if family.caps_scores else 0.0,
-            final_softcap=(config.final_logit_softcapping or 0.0) if family.addend_norms else 0.0,
-            tied_head=bool(config.tie_word_embeddings),
+            attention_softcap=(config["attn_logit_softcapping"] or 0.0) if family.caps_scores else 0.0,
+            final_softcap=(config["final_logit_softcapping"] or 0.0) if family.addend_norms else 0.0,
+            tied_head=config["tie_word_embeddings"],
         )
 
 
-def _rotaries(config: PretrainedConfig, head_dim: int) -> tuple[tuple[RotarySpec, ...], tuple[int, ...]]:
+def _windowed_layers(config: Mapping[str, Any], family: _Family) -> list[bool]:
+    """Which layers have the window, if there is one."""
+    layers = range(config["num_hidden_layers"])
+    if family.windows != "by_layer":
+        return [family.windows == "all" for _ in layers]
+    if not family.is_gemma and not config["use_sliding_window"]:
+        return [False for _ in layers]
+    if (kinds := config["layer_types"]) is not None:
+        return [kinds[layer] == "sliding_attention" for layer in layers]
+    if family.is_gemma:
+        every = config["sliding_window_pattern"] if config["model_type"] == "gemma3_text" else 2
+        return [(layer + 1) % every != 0 for layer in layers]
+    return [layer >= config["max_window_layers"] for layer in layers]
+
+
+def _rotaries(
+    config: Mapping[str, Any], windowed: list[bool], head_dim: int, place: object
+) -> tuple[tuple[RotarySpec, ...], list[int]]:
     """The kinds of rotary embedding, and which of them each layer takes."""
-    layers: int = config.num_hidden_layers
-    by_layer_type = config.model_type == "gemma3_text"
-    kinds: list[str | None] = sorted(set(config.layer_types[:layers])) if by_layer_type else [None]
-    specs = tuple(_rotary(config, kind, head_dim) for kind in kinds)
-    rotary_of = [kinds.index(config.layer_types[index]) for index in range(layers)] if by_layer_type else [0] * layers
-    return specs, tuple(rotary_of)
-
-
-def _rotary(config: PretrainedConfig, kind: str | None, head_dim: int) -> RotarySpec:
-    """That of the layers of type `kind`, or of all layers."""
-    parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
-    rope_type = parameters["rope_type"]
-    if rope_type in _LENGTH_DEPENDENT_ROTARY:
-        _refuse(config, f"rope type {rope_type!r}, which depends on the length of the text", _SERVED_ROTARY)
-    if rope_type == "default":
-        even = torch.arange(0, head_dim, 2, dtype=torch.float32)
-        frequencies, scaling = 1.0 / (parameters["rope_theta"] ** (even / head_dim)), 1.0
-    elif rope_type in ROPE_INIT_FUNCTIONS:
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, layer_type=kind)
-    else:
-        _refuse(config, f"rope type {rope_type!r}", _SERVED_ROTARY)
-    if len(frequencies) != head_dim // 2:
-        _refuse(config, f"a rotary embedding of {2 * len(frequencies)} of {head_dim} channels", "that of all")
-    return RotarySpec(tuple(frequencies.float().tolist()), float(scaling))
-
-
-def _window(config: PretrainedConfig, family: _Family, index: int) -> int:
-    windowed = family.windows == "all" or (
-        family.windows == "by_layer" and config.layer_types[index] == "sliding_attention"
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if config["model_type"] != "gemma3_text":
+        return (_rotary(config, given, config["rope_theta"], head_dim, place),), [0 for _ in windowed]
+    by_kind = config.get("rope_parameters") or {}
+    # As transformers has it, the old key `type` is not read here, and `truncate` beside the kinds.
+    scaling = {"rope_type": "default", **(by_kind.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    scaling["truncate"] = by_kind.get("truncate", True)
+    near = by_kind.get("sliding_attention") or {}
+    rotaries = (
+        _rotary(config, scaling, config["rope_theta"], head_dim, place),
+        _rotary(config, near, config["rope_local_base_freq"], head_dim, place),
     )
-    return (config.sliding_window or 0) if windowed else 0
+    return rotaries, [int(is_windowed) for is_windowed in windowed]
 
 
-def _activation(config: PretrainedConfig, family: _Family) -> Activation:
-    given = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+def _rotary(
+    config: Mapping[str, Any], given: Mapping[str, Any], theta: float, head_dim: int, place: object
+) -> RotarySpec:
+    parameters = {"rope_theta": theta, "rope_type": given.get("type", "default"), **given}
+    if (rotated := config.get("partial_rotary_factor")) is not None:
+        parameters.setdefault("partial_rotary_factor", rotated)
+    # Some configs have it beside what scales the embedding, where it counts.
+    longest = config.get("original_max_position_embeddings")
+    if longest is not None or "original_max_position_embeddings" not in parameters:
+        parameters["original_max_position_embeddings"] = longest or config["max_position_embeddings"]
+    try:
+        return read_rotary(parameters, head_dim)
+    except ValueError as error:
+        raise CheckpointError(f"{place}: {error}") from error
+
+
+def _activation(config: Mapping[str, Any], family: _Family, place: object) -> Activation:
+    given = config.get("hidden_activation") or config["hidden_act"]
     if family.is_gemma and given == "gelu":
         return "gelu_tanh"  # what the first Gemma checkpoints say and do not mean
     if given not in _ACTIVATIONS:
-        _refuse(config, f"activation {given!r}", f"{', '.join(_ACTIVATIONS)}")
+        _refuse(place, f"activation {given!r}", f"{', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[given]
 
 
-def _refuse(config: PretrainedConfig, found: str, served: str) -> NoReturn:
-    place = getattr(config, "name_or_path", "") or config.model_type
+def _refuse(place: object, found: str, served: str) -> NoReturn:
     raise CheckpointError(f"{place}: {found} cannot be served; these can: {served}")

@@ -17,7 +17,7 @@ Shapes: V vocabulary, N hidden, H and Hkv heads of D, F feed-forward; of one ran
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -25,6 +25,7 @@ from torch.nn import functional
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError
+from outrider.kernels.packed_weight import PackedWeight, can_pack
 from outrider.kernels.scaled_weight import ScaledWeight, quantised, row_scales, scaled_weight
 from outrider.kernels.skinny_linear import Weight
 from outrider.start_progress import report_weights
@@ -33,6 +34,7 @@ from outrider.start_progress import report_weights
 TREE_POSITIONS = 4096
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MATRICES = ("qkv", "output", "gate_up", "down")
 # Ranks have columns of these, and rows of the others.
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
@@ -82,7 +84,8 @@ class DecoderWeights:
         embedding: [V, N].
         layers: in their order.
         final_norm: [N].
-        head: [v, N], v = V / world_size rounded up; a view of the embedding where the checkpoint ties them.
+        head: [v, N], v = V / world_size rounded up; a view of the embedding where the checkpoint ties them, and it is
+            not packed.
         rotary_tables: per kind [positions, 2, D / 2] float32, as `DecoderSpec.rotaries`.
     """
 
@@ -139,6 +142,18 @@ def load_decoder_weights(
         # What rounding took for a moment is counted as free when KV takes its share.
         torch.cuda.empty_cache()
     return weights
+
+
+def pack_matrices(weights: DecoderWeights) -> DecoderWeights:
+    """Return the weights with matrices packed for products on a CPU, where this build of torch can."""
+    dtype = weights.embedding.dtype
+    if not can_pack(dtype):
+        return weights
+    layers = [
+        replace(layer, **{name: PackedWeight(getattr(layer, name), dtype) for name in _MATRICES})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=tuple(layers), head=PackedWeight(weights.head, dtype))
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:

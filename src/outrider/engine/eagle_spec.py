@@ -63,17 +63,10 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
     layout = _layout(document, stored)
     if document.get("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{folder}: num_hidden_layers is {document['num_hidden_layers']}, 1 needed of a head")
-    sizes = {key: value for key, value in document.items() if key not in ("architectures", "auto_map")}
     # Heads of other families' targets are Llama layers too, and say so; a window or another norm would be ignored.
     if document.get("model_type", "llama") != "llama":
         raise CheckpointError(f"{folder}: model_type is {document['model_type']!r}, 'llama' needed of an EAGLE head")
-    # Imported here: this one takes a second, and a worker without a head may not need it.
-    from transformers import LlamaConfig
-
-    try:
-        layer = DecoderSpec.of(LlamaConfig.from_dict({**sizes, "model_type": "llama", "num_hidden_layers": 1}))
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: config.json describes no Llama layer: {error}") from error
+    layer = DecoderSpec.of({**document, "model_type": "llama", "num_hidden_layers": 1}, folder)
     return EagleSpec(
         layout=layout,
         layer=layer,

@@ -5,9 +5,9 @@ import mmap
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
 
 from outrider.engine.config import EngineConfig
+from outrider.engine.decoder_spec import DecoderSpec
 from outrider.errors import CheckpointError
 
 # Rows of the largest step for whose logits memory is left free of KV.
@@ -45,7 +45,7 @@ class KvNeighbour:
 
 
 class KvShape:
-    """The shape of one rank's caches, from the checkpoint's configuration.
+    """The shape of one rank's caches.
 
     Attributes:
         layers: each has keys and values.
@@ -54,11 +54,10 @@ class KvShape:
         dtype: of a number.
     """
 
-    def __init__(self, model_config: PretrainedConfig, config: EngineConfig) -> None:
-        self.layers: int = model_config.num_hidden_layers
-        self.heads: int = model_config.num_key_value_heads // config.tensor_parallel_size
-        head_dim = getattr(model_config, "head_dim", None)
-        self.head_dim: int = head_dim or model_config.hidden_size // model_config.num_attention_heads
+    def __init__(self, spec: DecoderSpec, config: EngineConfig) -> None:
+        self.layers = len(spec.layers)
+        self.heads = spec.kv_heads // config.tensor_parallel_size
+        self.head_dim = spec.head_dim
         self.dtype: torch.dtype = getattr(torch, config.dtype_name)
         if config.kv_cache_dtype == "fp8_e4m3":
             self.dtype = torch.float8_e4m3fn
@@ -99,11 +98,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def step_bytes(config: EngineConfig, model_config: PretrainedConfig) -> int:
+def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
     """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors."""
     itemsize = getattr(torch, config.dtype_name).itemsize
-    row = 4 * model_config.hidden_size + 3 * model_config.intermediate_size // config.tensor_parallel_size
-    return _LARGEST_PREFILL * row * itemsize + 3 * _MOST_LOGIT_ROWS * model_config.vocab_size * 4
+    row = 4 * spec.hidden_size + 3 * spec.intermediate_size // config.tensor_parallel_size
+    return _LARGEST_PREFILL * row * itemsize + 3 * _MOST_LOGIT_ROWS * spec.vocab_size * 4
 
 
 def fitting_slots(

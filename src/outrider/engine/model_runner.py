@@ -1,9 +1,4 @@
-"""One checkpoint on its device: weights, KV caches, and the forward pass over rows that a pool has packed.
-
-On CUDA the forward is the decoder (`outrider.engine.decoder`). On a CPU, with `enforce_eager` and with another
-attention backend than Triton's it is transformers' own code, one operator after the other; both give the same logits
-but for rounding.
-"""
+"""One checkpoint on its device: weights, KV caches, and the forward pass over rows that a pool has packed."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,15 +6,14 @@ from typing import Any
 
 import torch
 
-from outrider.engine.checkpoint import ModelCard, load_checkpoint
+from outrider.engine.checkpoint import ModelCard
 from outrider.engine.config import EngineConfig
-from outrider.engine.decoder_loading import attention_of, load_decoder
+from outrider.engine.decoder_loading import load_decoder
 from outrider.engine.kv_memory import KvNeighbour, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_forward import PackedForward, PackedShape
-from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.tensor_parallel import Ranks, start_ranks
-from outrider.engine.weight_reload import RunningModel, refill_decoder, refill_model
+from outrider.engine.weight_reload import RunningModel, refill_decoder
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
 from outrider.start_progress import report_stage
@@ -35,8 +29,7 @@ class ModelRunner:
 
     Args:
         config: see there.
-        decoder: whether the decoder runs the forward; by default where it is the faster way, and with several ranks.
-        source: the decoder's weights; by default the folder's files.
+        source: of the weights; by default the folder's files.
         ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
         neighbour: what is to be left of the KV memory for another model.
 
@@ -48,15 +41,13 @@ class ModelRunner:
         ranks: the processes that share the model.
 
     Raises:
-        CheckpointError: see `load_checkpoint`; also where not even one session fits the KV memory, or the attention
-            backend does not take the model's head size.
+        CheckpointError: see `load_decoder`; also where not even one session fits the KV memory.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         *,
-        decoder: bool | None = None,
         source: WeightSource | None = None,
         ranks: Ranks | None = None,
         neighbour: KvNeighbour | None = None,
@@ -69,35 +60,24 @@ class ModelRunner:
         if self.device.type == "cuda" and self.device.index is not None:
             # Launches, events and graphs are those of the thread's current device: of the thread that will run steps.
             torch.cuda.set_device(self.device)
-        if decoder is None:
-            decoder = config.attention_backend_name == "triton" and not config.enforce_eager
         try:
-            self._load(source, neighbour or KvNeighbour(), decoder=decoder or self.ranks.world_size > 1)
+            self._load(source, neighbour or KvNeighbour())
         except BaseException:
             self.close()
             raise
 
-    def _load(self, source: WeightSource | None, neighbour: KvNeighbour, *, decoder: bool) -> None:
+    def _load(self, source: WeightSource | None, neighbour: KvNeighbour) -> None:
         config = self.config
-        self._model = self._decoder = None
         self._packed: PackedForward | None = None
-        if decoder:
-            self._decoder, model_config, self.info = load_decoder(config, source, self.ranks)
-        else:
-            self._model, self.info = load_checkpoint(config)
-            model_config = self._model.config
-            if self.device.type == "cpu" and can_pack():
-                pack_linear_layers(self._model)
-        self._model_config = model_config
-        shape = KvShape(model_config, config)
-        self._attend = attention_of(config, shape.head_dim)
+        self._decoder, self.info = load_decoder(config, source, self.ranks)
+        shape = KvShape(self._decoder.spec, config)
         row_len = self.info.max_model_len + config.max_tree_nodes
         num_slots = fitting_slots(
             config,
             bytes_per_slot=shape.bytes_per_slot + neighbour.bytes_per_slot,
             most=config.max_num_seqs * row_len,
             device=self.device,
-            bytes_beside=step_bytes(config, model_config) + neighbour.fixed_bytes,
+            bytes_beside=step_bytes(config, self._decoder.spec) + neighbour.fixed_bytes,
         )
         num_slots = self.ranks.least(num_slots)
         report_stage(f"KV: {num_slots:,} tokens, {num_slots * shape.bytes_per_slot / 1e9:.2f} GB")
@@ -123,15 +103,7 @@ class ModelRunner:
 
     def running(self) -> RunningModel:
         """What other weights have to fit."""
-        decoder, model = self._decoder, self._model
-        output = None if model is None else getattr(model.get_output_embeddings(), "weight", None)
-        return RunningModel(
-            config=self.config,
-            card=self.info,
-            model_config=self._model_config,
-            weights=None if decoder is None else decoder.weights,
-            is_tied=model is not None and output is not None and output is model.get_input_embeddings().weight,
-        )
+        return RunningModel(config=self.config, card=self.info, spec=self._decoder.spec, weights=self._decoder.weights)
 
     def refill(self, folder: Path) -> None:
         """Puts a checkpoint's weights in the place of those that it runs with, on every rank, which stay where they
@@ -151,11 +123,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _refill(self, folder: str) -> None:
         source, quantized = SafetensorsSource(Path(folder)), self.config.quantization == "fp8"
-        if self._decoder is not None:
-            dtype = getattr(torch, self.config.dtype_name)
-            refill_decoder(self._decoder.weights, source, self._decoder.spec, dtype=dtype, quantized=quantized)
-        elif self._model is not None:
-            refill_model(self._model, source, quantize=quantized)
+        dtype = getattr(torch, self.config.dtype_name)
+        refill_decoder(self._decoder.weights, source, self._decoder.spec, dtype=dtype, quantized=quantized)
         self.ranks.least(0)
 
     @property
@@ -163,29 +132,22 @@ class ModelRunner:
         """Columns of the logits."""
         return self.info.vocab_size
 
-    @property
-    def has_decoder(self) -> bool:
-        """True if the decoder runs the forward, whose launches depend on a step's shape alone."""
-        return self._decoder is not None
-
     def packed_forward(self, *, sessions: int) -> PackedForward:
         """Return the forward pass over rows that a pool has packed, for steps of so many sessions at most.
 
         Raises:
             CheckpointError: KV has left no memory for it.
         """
-        model = self._model if self._decoder is None else self._decoder
-        assert model is not None
         self.ranks.lead("packed_forward", sessions)
         try:
             self._packed = PackedForward(
-                model,
+                self._decoder,
                 self._caches,
-                attend=self._attend,
                 sessions=sessions,
                 row_len=self.slots.max_row_len,
                 ranks=self.ranks,
                 fixed=self.config.deterministic,
+                trims=not self.config.captures and self.ranks.world_size == 1,
             )
         except torch.OutOfMemoryError as error:
             raise CheckpointError(

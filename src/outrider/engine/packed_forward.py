@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.engine.attention import AttentionStep, TreeAttention
 from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.kv_memory import KvCaches
 from outrider.engine.tensor_parallel_ranks import Ranks
@@ -65,13 +64,14 @@ class PackedForward:
     """The forward pass of one model with its caches.
 
     Args:
-        model: the decoder, or transformers' own model.
+        decoder: the model.
         caches: its KV, written.
-        attend: the attention operator, for transformers' model.
         sessions: N of the largest step.
         row_len: columns of the pool's table.
         ranks: the processes that share the model; one that follows runs what `follow` is given.
         fixed: deterministic mode.
+        trims: whether a step is run without padding, which waits for the device to tell how large it is; otherwise
+            launches depend on its bucket alone.
 
     Attributes:
         ranks: as given.
@@ -80,17 +80,17 @@ class PackedForward:
 
     def __init__(
         self,
-        model: Decoder | torch.nn.Module,
+        decoder: Decoder,
         caches: KvCaches,
         *,
-        attend: TreeAttention,
         sessions: int,
         row_len: int,
         ranks: Ranks,
         fixed: bool = False,
+        trims: bool = False,
     ) -> None:
-        self._model, self._caches, self._attend, self.ranks = model, caches, attend, ranks
-        self.dtype = model.weights.embedding.dtype if isinstance(model, Decoder) else torch.float32
+        self._decoder, self._caches, self._trims, self.ranks = decoder, caches, trims, ranks
+        self.dtype = decoder.weights.embedding.dtype
         split_keys = max(_FIXED_SPLIT_KEYS, -(-row_len // _MOST_FIXED_SPLITS))
         self._split_keys = split_keys if fixed else None
         # Of a rank that follows: no graph's memory is read once the next one runs, so all share it. What stands beside
@@ -99,7 +99,7 @@ class PackedForward:
         self._graph_pool: Any = None
         # Attention reads it within the step, so all buckets share it.
         self._slots = torch.full((sessions, row_len), -1, dtype=torch.int32, device=caches.positions.device)
-        self._windowed = isinstance(model, Decoder) and any(layer.window for layer in model.spec.layers)
+        self._windowed = any(layer.window for layer in decoder.spec.layers)
 
     @torch.inference_mode()
     def logits(
@@ -112,17 +112,19 @@ class PackedForward:
             table: [S, row_len] int32, the pool's KV slots.
             rows: [L] int64, rows of the step; with several ranks the first ones, in order.
             most: bound of the rows of one session.
-            count: rows of the step without padding. Where it is not known, padding takes part with the decoder, so that
-                launches depend on the bucket alone, and transformers' model waits for the device to tell.
+            count: rows of the step without padding; where it is not known, padding takes part.
 
         Returns:
-            [L, V] in the model's dtype for the decoder, else float32.
+            [L, V] in the model's dtype.
         """
-        if not isinstance(self._model, Decoder):
-            return self._run_model(self._model, packed, table, rows, count)
-        slots = self._slots[: packed.pool_rows.shape[0]]
-        gather_slot_rows(table, packed.pool_rows, packed.key_len, slots)
-        return self._decode(self._model, packed, slots, rows, most=most, count=count)
+        if self._trims:
+            count = int(packed.query_start[-1]) if count is None else count
+            sessions = int((packed.pool_rows >= 0).sum())
+            slots = table[packed.pool_rows[:sessions].long(), : int(packed.key_len[:sessions].max())]
+        else:
+            slots = self._slots[: packed.pool_rows.shape[0]]
+            gather_slot_rows(table, packed.pool_rows, packed.key_len, slots)
+        return self._decode(packed, slots, rows, most=most, count=count)
 
     @contextmanager
     def lead(
@@ -163,8 +165,7 @@ class PackedForward:
         if shape.graph in self._graphs:
             self._graphs[shape.graph][0].replay()
             return
-        assert isinstance(self._model, Decoder)
-        decoder, device = self._model, self._caches.positions.device
+        device = self._caches.positions.device
         packed = Packed.of_shape(
             rows=shape.rows,
             sessions=shape.sessions,
@@ -175,7 +176,7 @@ class PackedForward:
         slots, rows = self._slots[: shape.sessions], torch.arange(shape.lines, device=device)
 
         def run() -> None:
-            self._decode(decoder, packed, slots, rows, most=shape.most, count=shape.count)
+            self._decode(packed, slots, rows, most=shape.most, count=shape.count)
 
         if shape.graph is None:
             run()
@@ -188,14 +189,7 @@ class PackedForward:
             self._graphs[shape.graph] = graph, packed, rows
 
     def _decode(
-        self,
-        decoder: Decoder,
-        packed: Packed,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
-        *,
-        most: int,
-        count: int | None,
+        self, packed: Packed, slots: torch.Tensor, rows: torch.Tensor, *, most: int, count: int | None
     ) -> torch.Tensor:
         for words in (packed.words, slots):
             self.ranks.broadcast(words)
@@ -203,20 +197,22 @@ class PackedForward:
         positions, write_slots, tree_mask = packed.positions[:count], packed.slots[:count], packed.tree_mask[:count]
         if self._windowed:
             store_positions(self._caches.positions, write_slots, positions)
+        sessions = len(slots)
+        tree_start, key_len = packed.tree_start[:sessions], packed.key_len[:sessions]
         is_fixed, paths = self._split_keys is not None, None
         if is_fixed:
             paths = torch.empty((tree_mask.shape[0], 64 * tree_mask.shape[1]), dtype=torch.int32, device=slots.device)
-            gather_paths(slots, packed.sessions[:count], packed.tree_start, packed.key_len, tree_mask, paths)
+            gather_paths(slots, packed.sessions[:count], tree_start, key_len, tree_mask, paths)
         inputs = DecoderInputs(
             token_ids=packed.tokens[:count],
             positions=positions,
             write_slots=write_slots,
             batch=TreeAttentionBatch(
                 slot_table=slots,
-                query_start=packed.query_start,
-                tree_start=packed.tree_start,
+                query_start=packed.query_start[: sessions + 1],
+                tree_start=tree_start,
                 prefix_len=packed.prefix_len[:count],
-                key_len=packed.key_len,
+                key_len=key_len,
                 tree_mask=tree_mask,
                 max_query_len=max(most, _FIXED_QUERY_LEN) if is_fixed else most,
                 max_key_len=slots.shape[1],
@@ -228,44 +224,5 @@ class PackedForward:
             key_caches=self._caches.keys,
             value_caches=self._caches.values,
         )
-        hidden = decoder.forward(inputs)
-        return decoder.logits(hidden, rows) if len(rows) else hidden.new_empty((0, decoder.spec.vocab_size))
-
-    def _run_model(
-        self, model: Any, packed: Packed, table: torch.Tensor, rows: torch.Tensor, count: int | None
-    ) -> torch.Tensor:
-        count = int(packed.query_start[-1]) if count is None else count
-        sessions = int((packed.pool_rows >= 0).sum())
-        key_len = packed.key_len[:sessions]
-        positions, slots = packed.positions[:count], packed.slots[:count].long()
-        self._caches.positions.index_copy_(0, slots, positions)
-        slot_table = table[packed.pool_rows[:sessions].long(), : int(key_len.max())]
-        query_start = packed.query_start[: sessions + 1]
-        step = AttentionStep(
-            key_caches=self._caches.keys,
-            value_caches=self._caches.values,
-            write_slots=slots,
-            batch=TreeAttentionBatch(
-                slot_table=slot_table,
-                query_start=query_start,
-                tree_start=packed.tree_start[:sessions],
-                prefix_len=packed.prefix_len[:count],
-                key_len=key_len,
-                tree_mask=packed.tree_mask[:count],
-                max_query_len=int(query_start.diff().max()),
-                max_key_len=slot_table.shape[1],
-                positions=positions,
-                slot_positions=self._caches.positions,
-            ),
-            attend=self._attend,
-        )
-        inputs = {
-            "input_ids": packed.tokens[:count].long()[None],
-            "position_ids": positions.long()[None],
-            "use_cache": False,
-            "step": step,
-        }
-        if not len(rows):
-            model.base_model(**inputs)
-            return torch.empty((0, model.config.vocab_size), dtype=torch.float32, device=table.device)
-        return model(**inputs, logits_to_keep=rows).logits[0].float()
+        hidden = self._decoder.forward(inputs)
+        return self._decoder.logits(hidden, rows) if len(rows) else hidden.new_empty((0, self._decoder.spec.vocab_size))

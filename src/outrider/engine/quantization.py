@@ -1,22 +1,17 @@
-"""Checkpoints whose matrices have 8 bits: which are served, and how transformers' code gets them.
+"""Checkpoints whose matrices have 8 bits: which are served.
 
     compressed-tensors   format "float-quantized": float8_e4m3 weights, a factor a row ("channel") or one ("tensor"),
                          activations rounded per token where they are used; such as the *-FP8-dynamic checkpoints
     fp8                  one factor a matrix, activations likewise
 
-The decoder multiplies with the 8 bits (`outrider.kernels.skinny_linear`); transformers' code gets each matrix times
-its factors, in the model's dtype.
+On a GPU the decoder multiplies with the 8 bits (`outrider.kernels.skinny_linear`), on a CPU with what they stand for.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError
-from outrider.kernels.scaled_weight import quantised
 
 _SERVED = (
     "compressed-tensors in the format float-quantized (floats of 8 bits, strategy channel or tensor, activations "
@@ -36,25 +31,6 @@ def check_quantization(folder: Path, given: Any) -> None:
     found = _unserved(given) if isinstance(given, Mapping) else f"quantization_config {given!r}"
     if found is not None:
         raise CheckpointError(f"{folder}: quantised weights with {found} are not served; these are: {_SERVED}")
-
-
-def dequantise_layers(model: nn.Module, source: WeightSource, *, quantize: bool) -> None:
-    """Makes the linear layers and the embedding what their 8 bits stand for, in place.
-
-    Args:
-        model: loaded from `source`, whose numbers of 8 bits were taken as they are, without their factors.
-        source: the checkpoint.
-        quantize: whether linear layers that come whole are rounded to 8 bits first, the output layer excepted.
-    """
-    for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear | nn.Embedding):
-            continue
-        weight = layer.weight.data
-        factors = source.factors(f"{name}.weight")
-        if factors is not None:
-            weight.copy_(weight.float().mul_(factors[:, None]))
-        elif quantize and isinstance(layer, nn.Linear) and name != "lm_head":
-            weight.copy_(quantised(weight).dequantised(weight.dtype))
 
 
 def _unserved(given: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,6 @@ import torch
 
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
-from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import check_world_size
 from outrider.engine.tensor_parallel_leader import Leader
 from outrider.engine.tensor_parallel_ranks import Ranks
@@ -39,7 +38,7 @@ def start_ranks(config: EngineConfig, source: WeightSource | None = None) -> Ran
     wanted = config.tensor_parallel_size
     if wanted == 1:
         return Ranks(torch.device(config.device))
-    check_world_size(DecoderSpec.of(read_checkpoint(config)[0]), wanted)
+    check_world_size(read_checkpoint(config)[0], wanted)
     if config.device == "cuda" and torch.cuda.device_count() < wanted:
         raise CheckpointError(
             f"--tensor-parallel-size {wanted} given, {torch.cuda.device_count()} GPUs are here "

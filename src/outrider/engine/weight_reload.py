@@ -8,14 +8,10 @@ The weights that run are lost with the first tensor that is copied: whatever is 
 failure in the middle is the end of the model. Rotary tables, buffers and KV caches stay, since the configuration does.
 """
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig
 
 from outrider.engine.checkpoint import ModelCard, read_checkpoint
 from outrider.engine.config import EngineConfig
@@ -29,21 +25,15 @@ from outrider.engine.decoder_weights import (
     layer_prefix,
     tensor_shapes,
 )
-from outrider.engine.packed_linear import PackedLinear
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.engine.weight_version import Stamps, file_stamps, weights_version
 from outrider.errors import CheckpointError
-from outrider.kernels.scaled_weight import ScaledWeight, quantised
+from outrider.kernels.packed_weight import PackedWeight
+from outrider.kernels.scaled_weight import ScaledWeight
 from outrider.kernels.skinny_linear import Weight
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Rows of the vocabulary that are copied at a time.
 _ROWS_AT_ONCE = 8192
-# Of config.json, what says nothing about what is computed.
-_TOLD_ONLY = {"_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version",
-              "use_cache"}  # fmt: skip
 _CARD_FIELDS = ("vocab_size", "tokenizer_hash", "eos_token_ids", "max_model_len")
 
 
@@ -79,16 +69,14 @@ class RunningModel:
     Attributes:
         config: it was loaded with.
         card: of it.
-        model_config: its config.json.
-        weights: the decoder's; None where transformers' code runs.
-        is_tied: with transformers' code, whether its output layer is its embedding's own memory.
+        spec: its architecture.
+        weights: those that it runs with.
     """
 
     config: EngineConfig
     card: ModelCard
-    model_config: PretrainedConfig
-    weights: DecoderWeights | None
-    is_tied: bool = False
+    spec: DecoderSpec
+    weights: DecoderWeights
 
 
 def check_weights(running: RunningModel, folder: Path) -> CheckedWeights:
@@ -100,14 +88,14 @@ def check_weights(running: RunningModel, folder: Path) -> CheckedWeights:
     asked = replace(running.config, model_path=folder)
     read_checkpoint(asked)  # says best what is no checkpoint at all
     stamps = file_stamps(folder)
-    model_config, card = read_checkpoint(asked)
-    _check_configuration(folder, running.model_config, model_config)
+    spec, card = read_checkpoint(asked)
+    _check_architecture(folder, running.spec, spec)
     for name in _CARD_FIELDS:
         found, needed = getattr(card, name), getattr(running.card, name)
         if found != needed:
             raise CheckpointError(f"{folder}: {name} {_told(found)} given, {_told(needed)} needed: the model that runs "
                                   f"({running.card.name}) has that")  # fmt: skip
-    spec, source = DecoderSpec.of(model_config), SafetensorsSource(folder)
+    source = SafetensorsSource(folder)
     source.check(tensor_shapes(spec))
     _check_kinds(running, spec, source)
     version = weights_version(folder)
@@ -140,7 +128,7 @@ def refill_decoder(
         for field in fields(LayerWeights):
             _overwrite(getattr(layer, field.name), getattr(fresh, field.name))
     _overwrite(weights.final_norm, loader.norm("model.norm"))
-    if isinstance(weights.head, ScaledWeight):
+    if isinstance(weights.head, ScaledWeight | PackedWeight):
         _overwrite(weights.head, loader.head(embedding))
     elif not _is_view(weights.head, embedding):
         share = len(weights.head)
@@ -153,34 +141,6 @@ def refill_decoder(
         torch.cuda.empty_cache()
 
 
-def refill_model(model: "PreTrainedModel", source: WeightSource, *, quantize: bool) -> None:
-    """The same for transformers' code, packed layers included; arguments and errors likewise."""
-    refilled = set()
-    for name, layer in model.named_modules():
-        if isinstance(layer, PackedLinear):
-            weight = stored_value(source, f"{name}.weight", torch.float32, quantize=quantize and name != "lm_head")
-            bias = f"{name}.bias"
-            layer.refill(weight, source.tensor(bias).to(torch.float32) if source.stores(bias) else None)
-        elif isinstance(layer, nn.Linear | nn.Embedding):
-            rounds = quantize and isinstance(layer, nn.Linear) and name != "lm_head"
-            layer.weight.data.copy_(stored_value(source, f"{name}.weight", layer.weight.dtype, quantize=rounds))
-            refilled.add(f"{name}.weight")
-    for name, held in model.named_parameters():
-        if name not in refilled:
-            held.data.copy_(stored_value(source, name, held.dtype, quantize=False))
-
-
-def stored_value(source: WeightSource, name: str, dtype: torch.dtype, *, quantize: bool) -> torch.Tensor:
-    """A tensor as transformers' code gets it: of 8 bits times its factors, rounded to 8 bits where that is asked for;
-    an output layer that is not stored is the embedding."""
-    if name == HEAD and not source.stores(HEAD):
-        name = EMBEDDING
-    factors, stored = source.factors(name), source.tensor(name)
-    if factors is not None:
-        return stored.to(dtype).float().mul_(factors[:, None]).to(dtype)
-    return quantised(stored.to(dtype)).dequantised(dtype) if quantize else stored.to(dtype)
-
-
 def _refill_rows(held: torch.Tensor, loader: WeightLoader, name: str, start: int, stop: int) -> None:
     for first in range(start, stop, _ROWS_AT_ONCE):
         last = min(first + _ROWS_AT_ONCE, stop)
@@ -190,6 +150,9 @@ def _refill_rows(held: torch.Tensor, loader: WeightLoader, name: str, start: int
 def _overwrite(held: Weight | None, fresh: Weight | None) -> None:
     if held is None or fresh is None:
         assert held is fresh, "a weight that one has and the other lacks passed the check"
+    elif isinstance(held, PackedWeight):
+        assert not isinstance(fresh, PackedWeight), "a loader packs nothing"
+        held.refill(fresh)
     elif isinstance(held, ScaledWeight):
         assert isinstance(fresh, ScaledWeight), "a weight of another kind passed the check"
         held.values.copy_(fresh.values)
@@ -206,34 +169,25 @@ def _is_view(held: torch.Tensor, whole: torch.Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_configuration(folder: Path, running: PretrainedConfig, found: PretrainedConfig) -> None:
-    one, other = _compared(running), _compared(found)
-    for name in sorted(one.keys() | other.keys()):
-        if one.get(name) != other.get(name):
-            raise CheckpointError(f"{folder}: config.json: {name} {_told(other.get(name))} given, "
-                                  f"{_told(one.get(name))} needed: only weights of the same architecture can be put in "
-                                  "the place of others")  # fmt: skip
-
-
-def _compared(config: PretrainedConfig) -> dict[str, Any]:
-    # As JSON has it: tuples and lists are the same.
-    told = json.loads(json.dumps(config.to_dict(), default=str))
-    return {name: value for name, value in told.items() if name not in _TOLD_ONLY}
+def _check_architecture(folder: Path, running: DecoderSpec, found: DecoderSpec) -> None:
+    for field in fields(DecoderSpec):
+        given, needed = getattr(found, field.name), getattr(running, field.name)
+        if given != needed:
+            raise CheckpointError(f"{folder}: config.json: {field.name} {_told(given)} given, {_told(needed)} "
+                                  "needed: only weights of the same architecture can be put in the place of "
+                                  "others")  # fmt: skip
 
 
 def _check_kinds(running: RunningModel, spec: DecoderSpec, source: SafetensorsSource) -> None:
     """Whether matrices of 8 bits stand where such are, and an output layer of its own only where there is one."""
-    if running.weights is None:
-        own_head = not running.is_tied
-    else:
-        held = running.weights
-        own_head = isinstance(held.head, ScaledWeight) or not _is_view(held.head, held.embedding)
-        for index, layer in enumerate(held.layers):
-            for names, weight in _matrices(layer_prefix(index), layer):
-                _check_kind(running, source, names, weight)
-        if own_head:
-            name = HEAD if source.stores(HEAD) else EMBEDDING
-            _check_kind(running, source, [name], held.head, is_layer=False)
+    held = running.weights
+    own_head = not isinstance(held.head, torch.Tensor) or not _is_view(held.head, held.embedding)
+    for index, layer in enumerate(held.layers):
+        for names, weight in _matrices(layer_prefix(index), layer):
+            _check_kind(running, source, names, weight)
+    if own_head:
+        name = HEAD if source.stores(HEAD) else EMBEDDING
+        _check_kind(running, source, [name], held.head, is_layer=False)
     if spec.tied_head and not own_head and source.stores(HEAD) and not _same(source):
         raise CheckpointError(f"{source.place}: it has an output layer of its own (lm_head.weight), and the model that "
                               "runs uses its embedding: restart the targets with it")  # fmt: skip
@@ -252,6 +206,8 @@ def _matrices(prefix: str, layer: LayerWeights) -> list[tuple[list[str], Weight]
 def _check_kind(
     running: RunningModel, source: SafetensorsSource, names: list[str], weight: Weight, *, is_layer: bool = True
 ) -> None:
+    if isinstance(weight, PackedWeight):
+        return  # it takes what numbers of any kind stand for
     comes_scaled = all(source.factors(name) is not None for name in names)
     is_scaled = comes_scaled or (is_layer and running.config.quantization == "fp8")
     if is_scaled != isinstance(weight, ScaledWeight):

@@ -14,25 +14,11 @@ from outrider.engine.attention import attention_operator
 from outrider.engine.config import AttentionBackend, EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import CheckpointError
-from outrider.kernels.tree_attention import tree_attention
 
 
 def test_flashinfer_names_the_head_sizes_it_takes() -> None:
     with pytest.raises(ValueError, match=r"attention_backend: flashinfer takes head sizes \(64, 128, 256\), not 96"):
         attention_operator("flashinfer", 96)
-
-
-def test_every_layer_runs_the_chosen_operator(tmp_path: Path) -> None:
-    runner = ModelRunner(EngineConfig(model_path=_save_llama(tmp_path, head_dim=16), num_slots=32, torch_threads=1))
-    called = []
-
-    def recording(*arguments: Any, **options: Any) -> torch.Tensor:
-        called.append(options["scale"])
-        return tree_attention(*arguments, **options)
-
-    runner._attend = recording
-    assert torch.equal(_logits(runner), _logits(ModelRunner(runner.config)))
-    assert called == [0.25] * 3 * 3
 
 
 @pytest.mark.gpu

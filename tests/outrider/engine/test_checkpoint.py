@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.checkpoint import load_checkpoint, read_checkpoint
+from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import CheckpointError
@@ -48,7 +48,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 def test_the_card_says_what_the_files_say(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[3, 5])
-    _, card = load_checkpoint(EngineConfig(model_path=folder, dtype="bfloat16", max_model_len=20))
+    _, card = read_checkpoint(EngineConfig(model_path=folder, dtype="bfloat16", max_model_len=20))
     assert (card.vocab_size, card.dtype, card.max_model_len) == (16, "bfloat16", 20)
     assert card.eos_token_ids == (3, 5)
     assert card.name == folder.name
@@ -57,16 +57,16 @@ def test_the_card_says_what_the_files_say(folder: Path) -> None:
 
 def test_the_card_needs_no_weights(folder: Path) -> None:
     config = EngineConfig(model_path=folder)
-    card = load_checkpoint(config)[1]
+    card = ModelRunner(config).info
     (folder / "model.safetensors").write_bytes(b"")
-    model_config, read = read_checkpoint(config)
+    spec, read = read_checkpoint(config)
     assert read == card
-    assert model_config.model_type == "llama"
+    assert spec.model_type == "llama"
 
 
 def test_end_of_sequence_falls_back_to_the_model_configuration(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
-    assert load_checkpoint(EngineConfig(model_path=folder))[1].eos_token_ids == (3,)
+    assert read_checkpoint(EngineConfig(model_path=folder))[1].eos_token_ids == (3,)
 
 
 @pytest.mark.parametrize(
@@ -89,22 +89,22 @@ def test_end_of_sequence_falls_back_to_the_model_configuration(folder: Path) -> 
 def test_configurations_that_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     edit(folder / "config.json", **changes)
     with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(EngineConfig(model_path=folder))
+        ModelRunner(EngineConfig(model_path=folder))
 
 
 def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors.*save_pretrained"):
-        load_checkpoint(EngineConfig(model_path=folder))
+        ModelRunner(EngineConfig(model_path=folder))
 
 
 def test_damaged_files_are_named(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot load it"):
-        load_checkpoint(EngineConfig(model_path=folder))
+        ModelRunner(EngineConfig(model_path=folder))
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
-        load_checkpoint(EngineConfig(model_path=folder))
+        ModelRunner(EngineConfig(model_path=folder))
 
 
 def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
@@ -112,17 +112,17 @@ def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"1 weights are missing.*up_proj"):
-        load_checkpoint(EngineConfig(model_path=folder))
+        ModelRunner(EngineConfig(model_path=folder))
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        load_checkpoint(EngineConfig(model_path=tmp_path))
+        read_checkpoint(EngineConfig(model_path=tmp_path))
 
 
 def test_lengths_and_memory_that_cannot_be(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="the model ends at 32"):
-        load_checkpoint(EngineConfig(model_path=folder, max_model_len=33))
+        read_checkpoint(EngineConfig(model_path=folder, max_model_len=33))
     with pytest.raises(CheckpointError, match="hold no token, 64 needed for each"):
         ModelRunner(EngineConfig(model_path=folder, kv_bytes=63))
 

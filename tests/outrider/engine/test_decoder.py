@@ -50,7 +50,7 @@ class Session:
         links: Mapping[str, Any] | None = None,
         split_keys: int | None = None,
     ) -> None:
-        spec = DecoderSpec.of(AutoConfig.from_pretrained(folder))
+        spec = DecoderSpec.of(AutoConfig.from_pretrained(folder).to_dict())
         weights = load_decoder_weights(SafetensorsSource(folder), spec, device, dtype, rank=rank, world_size=world_size)
         self.decoder = Decoder(spec, weights, attend=tree_attention, **(links or {}))
         self.slots = SlotTable(num_slots=SLOTS, max_rows=16, max_row_len=SLOTS)
@@ -234,7 +234,7 @@ def test_fixed_products_make_rows_independent_of_the_batch(family: str, tmp_path
 def test_a_full_gpu_says_what_is_needed() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    spec = DecoderSpec.of(LlamaConfig(**{**SIZES, "vocab_size": 1 << 20}))
+    spec = DecoderSpec.of(LlamaConfig(**{**SIZES, "vocab_size": 1 << 20}).to_dict())
     source = FunctionSource(lambda name: torch.zeros(tensor_shapes(spec)[name]))
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((32 << 20) / torch.cuda.get_device_properties(0).total_memory)

@@ -1,5 +1,6 @@
 """What is read from a config: what only some families have, rotary tables, and configs that are refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -67,8 +68,15 @@ CLASSES: dict[type[PretrainedConfig], Any] = {
 }
 
 
+CONFIGS: tuple[type[PretrainedConfig], ...] = (*CLASSES, Gemma3TextConfig)
+
+
+def spec_of(config: PretrainedConfig) -> DecoderSpec:
+    return DecoderSpec.of(config.to_dict())
+
+
 def windows(config: PretrainedConfig) -> list[int]:
-    return [layer.window for layer in DecoderSpec.of(config).layers]
+    return [layer.window for layer in spec_of(config).layers]
 
 
 def test_windows_by_layer() -> None:
@@ -83,7 +91,7 @@ def test_windows_by_layer() -> None:
 
 def test_biases_by_family() -> None:
     def biases(config: PretrainedConfig) -> tuple[bool, bool, bool]:
-        spec = DecoderSpec.of(config)
+        spec = spec_of(config)
         return spec.qkv_bias, spec.output_bias, spec.feed_forward_bias
 
     assert biases(LlamaConfig(**LAYERS)) == (False, False, False)
@@ -94,22 +102,22 @@ def test_biases_by_family() -> None:
 
 
 def test_gemma_has_factors_caps_and_further_norms() -> None:
-    gemma = DecoderSpec.of(GemmaConfig(**LAYERS))
+    gemma = spec_of(GemmaConfig(**LAYERS))
     assert (gemma.embedding_factor, gemma.norm_offset, gemma.activation) == (8.0, 1.0, "gelu_tanh")
     assert (gemma.addend_norms, gemma.head_norms, gemma.attention_scale) == (False, False, 0.25)
-    gemma2 = DecoderSpec.of(Gemma2Config(**LAYERS, query_pre_attn_scalar=64))
+    gemma2 = spec_of(Gemma2Config(**LAYERS, query_pre_attn_scalar=64))
     assert (gemma2.attention_softcap, gemma2.final_softcap, gemma2.attention_scale) == (50.0, 30.0, 0.125)
     assert (gemma2.addend_norms, gemma2.head_norms) == (True, False)
-    gemma3 = DecoderSpec.of(Gemma3TextConfig(**LAYERS, attn_logit_softcapping=50.0))
+    gemma3 = spec_of(Gemma3TextConfig(**LAYERS, attn_logit_softcapping=50.0))
     assert (gemma3.attention_softcap, gemma3.final_softcap) == (0.0, 0.0)
     assert (gemma3.addend_norms, gemma3.head_norms) == (True, True)
-    llama = DecoderSpec.of(LlamaConfig(**LAYERS))
+    llama = spec_of(LlamaConfig(**LAYERS))
     assert (llama.embedding_factor, llama.norm_offset, llama.activation) == (1.0, 0.0, "silu")
 
 
 def test_heads_may_be_wider_or_narrower_than_the_hidden_size() -> None:
-    assert DecoderSpec.of(LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)).head_dim == 16
-    assert DecoderSpec.of(Qwen3Config(**{**LAYERS, "head_dim": 128})).head_dim == 128
+    assert spec_of(LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)).head_dim == 16
+    assert spec_of(Qwen3Config(**{**LAYERS, "head_dim": 128})).head_dim == 128
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -118,7 +126,7 @@ def test_heads_may_be_wider_or_narrower_than_the_hidden_size() -> None:
 def test_frequencies_are_those_of_transformers_classes(family: Any, name: str, head_dim: int) -> None:
     sizes: dict[str, Any] = {**LAYERS, "head_dim": head_dim, "max_position_embeddings": 131072}
     config = family(**sizes, rope_parameters=dict(ROTARIES[name]))
-    (rotary,) = DecoderSpec.of(config).rotaries
+    (rotary,) = spec_of(config).rotaries
     expected = CLASSES[family](config)
     assert rotary.frequencies == tuple(expected.inv_freq.tolist())
     assert rotary.scaling == expected.attention_scaling
@@ -133,7 +141,7 @@ def test_frequencies_of_gemma3_are_those_of_transformers_class(name: str) -> Non
         layer_types=kinds,
         rope_parameters={"full_attention": dict(ROTARIES[name]), "sliding_attention": dict(ROTARIES["short"])},
     )
-    spec, expected = DecoderSpec.of(config), Gemma3RotaryEmbedding(config)
+    spec, expected = spec_of(config), Gemma3RotaryEmbedding(config)
     for layer, kind in zip(spec.layers, kinds, strict=True):
         rotary = spec.rotaries[layer.rotary]
         assert rotary.frequencies == tuple(getattr(expected, f"{kind}_inv_freq").tolist())
@@ -143,7 +151,7 @@ def test_frequencies_of_gemma3_are_those_of_transformers_class(name: str) -> Non
 @pytest.mark.parametrize("family", [*CLASSES, Gemma3TextConfig], ids=lambda family: family.model_type)
 def test_frequencies_of_a_family_by_default_are_those_of_transformers_class(family: type[PretrainedConfig]) -> None:
     config = family()
-    found = sorted(rotary.frequencies for rotary in DecoderSpec.of(config).rotaries)
+    found = sorted(rotary.frequencies for rotary in spec_of(config).rotaries)
     buffers = dict({**CLASSES, Gemma3TextConfig: Gemma3RotaryEmbedding}[family](config).named_buffers())
     assert found == sorted(tuple(value.tolist()) for name, value in buffers.items() if "original" not in name)
 
@@ -151,7 +159,7 @@ def test_frequencies_of_a_family_by_default_are_those_of_transformers_class(fami
 @pytest.mark.parametrize("rope_parameters", [None, LINEAR, YARN, LLAMA3])
 def test_rotary_tables_are_transformers(rope_parameters: dict[str, Any] | None) -> None:
     config = LlamaConfig(**LAYERS, rope_parameters=rope_parameters)
-    (rotary,) = DecoderSpec.of(config).rotaries
+    (rotary,) = spec_of(config).rotaries
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(700)[None])
     table = rotary.table(700)
     assert table.shape == (700, 2, 8)
@@ -172,7 +180,7 @@ def test_rotary_tables_are_transformers(rope_parameters: dict[str, Any] | None) 
 )  # fmt: skip
 def test_configs_that_are_refused(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        DecoderSpec.of(config)
+        spec_of(config)
 
 
 def test_longrope_is_refused() -> None:
@@ -185,9 +193,66 @@ def test_longrope_is_refused() -> None:
     }
     config = LlamaConfig(**LAYERS, rope_parameters={**rope, "original_max_position_embeddings": 512})
     with pytest.raises(CheckpointError, match="'longrope', which depends on the length"):
-        DecoderSpec.of(config)
+        spec_of(config)
 
 
 def test_every_served_model_type_has_a_spec() -> None:
-    configs = (LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, GemmaConfig, Gemma2Config, Gemma3TextConfig)
-    assert {DecoderSpec.of(config(**LAYERS)).model_type for config in configs} == set(SERVED_MODEL_TYPES)
+    assert {spec_of(config(**LAYERS)).model_type for config in CONFIGS} == set(SERVED_MODEL_TYPES)
+
+
+SIZES: dict[str, Any] = {
+    **LAYERS,
+    "num_hidden_layers": 14,
+    "vocab_size": 97,
+    "intermediate_size": 48,
+    "max_position_embeddings": 8192,
+}
+# What config.json of older and newer checkpoints says, or leaves out.
+WRITTEN: dict[str, dict[str, Any]] = {
+    "sizes alone": {},
+    "no size of heads": {"head_dim": None},
+    "theta": {"rope_theta": 5e5},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama 3": {
+        "rope_theta": 5e5,
+        "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+    },
+    "yarn": {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "no scaling": {"rope_scaling": None},
+    "window": {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 5},
+    "window not used": {"sliding_window": 512, "use_sliding_window": False},
+    "no window": {"sliding_window": None},
+    "pattern": {"sliding_window_pattern": 3},
+    "theta of windows": {"rope_local_base_freq": 2e4},
+    "tied": {"tie_word_embeddings": True},
+    "not tied": {"tie_word_embeddings": False},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "scale": {"query_pre_attn_scalar": 144},
+    "first gemma": {"hidden_act": "gelu", "hidden_activation": None},
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("family", CONFIGS, ids=lambda family: family.model_type)
+def test_a_document_is_read_as_transformers_reads_it(family: type[PretrainedConfig], written: str) -> None:
+    document = {**SIZES, **WRITTEN[written], "model_type": family.model_type}
+    if written == "first gemma" and family is not GemmaConfig:
+        pytest.skip("its activation was never another one's")
+    if written == "no size of heads":
+        del document["head_dim"]
+    assert DecoderSpec.of(document) == spec_of(family.from_dict(copy.deepcopy(document)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "folder: hidden_size is None, a number from 1 on needed"),
+        ({"vocab_size": "many"}, "folder: vocab_size is 'many', a number"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "folder: factor is missing"),
+        ({"rope_theta": "x"}, "folder: a value is of another kind"),
+    ],
+)  # fmt: skip
+def test_documents_that_are_not_complete(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        DecoderSpec.of({**SIZES, "model_type": "llama", **changes}, "folder")

@@ -34,8 +34,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 16,
     "tie_word_embeddings": False,
 }
-LLAMA = DecoderSpec.of(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
-GEMMA = DecoderSpec.of(Gemma2Config(**{**SIZES, "tie_word_embeddings": True}))
+LLAMA = DecoderSpec.of(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True).to_dict())
+GEMMA = DecoderSpec.of(Gemma2Config(**{**SIZES, "tie_word_embeddings": True}).to_dict())
 
 
 def random_tensors(spec: DecoderSpec) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ def test_an_output_layer_beside_a_tied_embedding_counts_where_it_differs(tmp_pat
     stored = load_file(folder / "model.safetensors")
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + float(differs)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    weights = load_decoder_weights(SafetensorsSource(folder), DecoderSpec.of(config), "cpu", torch.float32)
+    weights = load_decoder_weights(SafetensorsSource(folder), DecoderSpec.of(config.to_dict()), "cpu", torch.float32)
     assert torch.equal(plain(weights.head), AutoModelForCausalLM.from_pretrained(folder).lm_head.weight)
     assert (plain(weights.head).data_ptr() == weights.embedding.data_ptr()) == (not differs)
 
@@ -158,7 +158,7 @@ def test_rotary_tables_reach_past_the_longest_sequence() -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_bytes_announced_are_those_taken(world_size: int, quantized: bool) -> None:
-    spec = DecoderSpec.of(LlamaConfig(**{**SIZES, "vocab_size": 10}))
+    spec = DecoderSpec.of(LlamaConfig(**{**SIZES, "vocab_size": 10}).to_dict())
     weights = load(spec, random_tensors(spec), torch.bfloat16, world_size=world_size, quantized=quantized)
     taken = [weights.embedding, weights.final_norm, weights.head]
     taken += [getattr(layer, field.name) for layer in weights.layers for field in fields(LayerWeights)]
@@ -168,7 +168,7 @@ def test_the_bytes_announced_are_those_taken(world_size: int, quantized: bool) -
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
     config: PretrainedConfig = LlamaConfig(**{**SIZES, "num_attention_heads": 8, "num_key_value_heads": 8})
-    spec = DecoderSpec.of(config)
+    spec = DecoderSpec.of(config.to_dict())
     with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 8 given; .* this model takes 1, 2, 4$"):
         load(spec, random_tensors(spec), world_size=8)
 

@@ -42,7 +42,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_head(folder: Path, target: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> EagleHead:
-    spec = DecoderSpec.of(AutoConfig.from_pretrained(target))
+    spec = DecoderSpec.of(AutoConfig.from_pretrained(target).to_dict())
     weights = load_decoder_weights(SafetensorsSource(target), spec, device, dtype)
     return load_eagle_head(
         folder, embedding=weights.embedding, output=weights.head, target_layers=len(weights.layers),

@@ -1,4 +1,4 @@
-"""Logits over rows that a pool has packed: by the decoder, by transformers' code, and by a fresh forward."""
+"""Logits over rows that a pool has packed, with padding and without, against a fresh forward."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ import torch
 from tests.outrider.engine.families import SIZES, VOCAB
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
+from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_loading import load_decoder
 from outrider.engine.kv_memory import KvCaches
-from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.packed_forward import PackedForward
 from outrider.engine.tensor_parallel import Ranks
 from outrider.kernels.pool.append import append
@@ -89,10 +89,15 @@ class Drafting:
         append(self.pool, self.packed, tokens, torch.rand(shape), ints(*shape), ints(BUCKET[0]))
 
 
+def caches() -> KvCaches:
+    keys, values = ([torch.zeros(SLOTS, 2, 16) for _ in range(SIZES["num_hidden_layers"])] for _ in range(2))
+    return KvCaches(keys=keys, values=values, positions=torch.zeros(SLOTS, dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
     "config", [LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=6)], ids=["full", "window"]
 )
-def test_both_ways_give_the_logits_of_a_fresh_forward(tmp_path: Path, config: PretrainedConfig):
+def test_logits_with_and_without_padding_are_those_of_a_fresh_forward(tmp_path: Path, config: PretrainedConfig):
     torch.manual_seed(3)
     own: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     own.save_pretrained(tmp_path)
@@ -100,7 +105,13 @@ def test_both_ways_give_the_logits_of_a_fresh_forward(tmp_path: Path, config: Pr
         model_path=tmp_path, num_slots=SLOTS, max_num_seqs=3, max_model_len=MAX_LEN, max_tree_nodes=NODES,
         torch_threads=1,
     )  # fmt: skip
-    forwards = [ModelRunner(engine, decoder=decoder).packed_forward(sessions=3) for decoder in (True, False)]
+    decoder, _ = load_decoder(engine, None, Ranks(torch.device("cpu")))
+    forwards = [
+        PackedForward(
+            decoder, caches(), sessions=3, row_len=MAX_LEN + NODES, ranks=Ranks(torch.device("cpu")), trims=trims
+        )
+        for trims in (False, True)
+    ]
     drafting, checked = Drafting(), 0
     for step in range(14):
         rows = drafting.select()
@@ -136,12 +147,10 @@ def test_deterministic_passes_name_paths_and_splits(tmp_path: Path):
         batches.append(tensors[3])
         return tree_attention(*tensors, **numbers)
 
-    loaded, _, _ = load_decoder(EngineConfig(model_path=tmp_path), None, Ranks(torch.device("cpu")))
-    keys, values = ([torch.zeros(SLOTS, 2, 16) for _ in range(SIZES["num_hidden_layers"])] for _ in range(2))
+    loaded, _ = load_decoder(EngineConfig(model_path=tmp_path), None, Ranks(torch.device("cpu")))
     forward = PackedForward(
         Decoder(loaded.spec, loaded.weights, attend=attend, fixed=True),
-        KvCaches(keys=keys, values=values, positions=torch.zeros(SLOTS, dtype=torch.int32)),
-        attend=attend, sessions=3, row_len=20_000, ranks=Ranks(torch.device("cpu")), fixed=True,
+        caches(), sessions=3, row_len=20_000, ranks=Ranks(torch.device("cpu")), fixed=True,
     )  # fmt: skip
     drafting, nodes = Drafting(), 0
     assert drafting.pool.nodes is not None

@@ -55,8 +55,8 @@ def _config(checkpoint: Path, ranks: int) -> EngineConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def other_leader(checkpoint: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that leads one follower, says its number and whether it has imported transformers' models, as none
-    needs whose forward is the decoder; started first, for it takes seconds.
+    """A process that leads one follower, says its number and whether it has imported transformers, which no worker
+    needs; started first, for it takes seconds.
     """
     script = (
         "import sys, time\n"
@@ -65,7 +65,7 @@ def other_leader(checkpoint: Path) -> Iterator["subprocess.Popen[bytes]"]:
         "from outrider.engine.tensor_parallel import start_ranks\n"
         "ranks = start_ranks(EngineConfig(model_path=sys.argv[1], tensor_parallel_size=2))\n"
         "ranks.least(3)\n"
-        "print(*ranks.pids, 'transformers.modeling_utils' in sys.modules, flush=True)\n"
+        "print(*ranks.pids, 'transformers' in sys.modules, flush=True)\n"
         "time.sleep(600)\n"
     )
     arguments = [sys.executable, "-c", script, str(checkpoint)]

@@ -114,14 +114,14 @@ def make_loop(checkpoint: Path, **overrides: Any) -> RoundLoop:
     return loop_of(make_runner(checkpoint, **overrides), **overrides)
 
 
-def make_runner(checkpoint: Path, *, decoder: bool | None = None, **overrides: Any) -> ModelRunner:
+def make_runner(checkpoint: Path, **overrides: Any) -> ModelRunner:
     """The model that `make_loop` runs."""
     engine: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "torch_threads": 1, "device": DEVICE}
     if DEVICE == "cuda":
         engine["dtype"] = "float32"
     engine |= {name: value for name, value in overrides.items() if name not in {*_ROUNDS, "chunk"}}
     most = overrides.get("max_session_rows", _ROUNDS["max_session_rows"])
-    return ModelRunner(EngineConfig(model_path=checkpoint, max_tree_nodes=most, **engine), decoder=decoder)
+    return ModelRunner(EngineConfig(model_path=checkpoint, max_tree_nodes=most, **engine))
 
 
 def loop_of(runner: ModelRunner, **overrides: Any) -> RoundLoop:

@@ -59,12 +59,11 @@ def test_specs_meet_what_they_are_for(reference_model):
     assert outputs["penalties"] != outputs["greedy"]
 
 
-@pytest.mark.parametrize("decoder", [False, True])
-def test_a_sliding_window_sees_as_far_as_it_does_in_plain_decoding(decoder, windowed):
+def test_a_sliding_window_sees_as_far_as_it_does_in_plain_decoding(windowed):
     model = MistralForCausalLM.from_pretrained(windowed, attn_implementation="eager").eval()
     spec = SamplingSpec(temperature=1.0, seed=2, max_new_tokens=24)
     plain = plain_decode(model, PROMPT, spec).tokens
-    driver = Driver(make_loop(windowed, decoder=decoder, chunk=3))
+    driver = Driver(make_loop(windowed, chunk=3))
     outputs = [driver.open(number, spec, plain, maker) for number, maker in enumerate((random_tree, oracle_tree))]
     driver.run()
     assert [decoded.tokens for decoded in outputs] == [plain] * 2

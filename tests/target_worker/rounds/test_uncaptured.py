@@ -28,9 +28,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("decoder", [False, True], ids=["model", "decoder"])
-def test_eager_rounds_give_plain_decoding(decoder, checkpoint, reference_model):
-    runner = make_runner(checkpoint, decoder=decoder, enforce_eager=True)
+def test_eager_rounds_give_plain_decoding(checkpoint, reference_model):
+    runner = make_runner(checkpoint, enforce_eager=True)
     # Greedy, sampled, with processors, and one whose choices the host judges.
     specs = list(SPECS.values())
     plain = [plain_decode(reference_model, PROMPT, spec).tokens for spec in specs]
