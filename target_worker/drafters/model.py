@@ -276,3 +276,7 @@ class ResidentModel:
         seen = self._expansions.commit(row, np.array(tokens, np.int64))
         if len(seen):
             self.calibration.observe_parents(seen)
+
+    def forget(self, row: int) -> None:
+        """Tell the calibration that a session's tree is dropped by a record."""
+        self._expansions.drop_tree(row)

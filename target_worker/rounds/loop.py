@@ -507,6 +507,7 @@ class RoundLoop:
             records.forget(session.row, session.generation, place=drafter.place)
             records.resent(session.row, session.generation, place=drafter.place)
             self._inbox.put(records.array())
+            drafter.forget(session.row)
         return lost & (1 << self._config.places) - 1
 
     def _plan(self) -> None:
