@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "command": " ".join(words),
             "commit": commit(),
             "machine": _machine(),
-            "versions": {name: version(name) for name in ("torch", "grpcio", "aiohttp")},
+            "versions": {name: version(name) for name in ("torch", "grpcio")},
             "notes": options.notes,
             "runs": rows,
         }
