@@ -1,6 +1,6 @@
 """Many connections that send one request each at the same moment: who is refused, how long they wait, what it takes.
 
-    python benchmarks/connections.py [--connections 200 1000] [--output-json FILE]
+    python benchmarks/connections.py [--connections 200 1000] [--output-json results/connections.json]
 
 What serves is the embedded pair, with the coordinator's own options but for its HTTP door. Its processes share this
 machine's cores with the clients. A wait is the time from the beginning to a request's first token. The exit code is 1
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+from benchmarks.kernel_bench.command import commit
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console(width=220, highlight=False).print(table, *missed, sep="\n", markup=False)
     if options.output_json is not None:
         words = ["python", "benchmarks/connections.py", *(sys.argv[1:] if arguments is None else arguments)]
-        document = {"command": " ".join(words), "machine": _machine(), "notes": options.notes, "runs": rows}
+        document = {
+            "command": " ".join(words),
+            "commit": commit(),
+            "machine": _machine(),
+            "versions": {name: version(name) for name in ("torch", "grpcio")},
+            "notes": options.notes,
+            "runs": rows,
+        }
         options.output_json.write_text(json.dumps(document, indent=2) + "\n")
     return int(bool(missed))
 

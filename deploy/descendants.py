@@ -18,19 +18,14 @@ def adopt_descendants() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def find_child(name: str) -> int | None:
-    """Return the process id of a child of this process that runs a program of this name (Linux), None without one."""
-    return next((pid for pid, called in _children().get(os.getpid(), []) if called == name), None)
-
-
-def _children() -> dict[int, list[tuple[int, str]]]:
-    """Process ids and names of all programs, by parent."""
-    found: dict[int, list[tuple[int, str]]] = {}
+def _children() -> dict[int, list[int]]:
+    """Process ids by parent."""
+    found: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         # One that has ended meanwhile is gone.
         with contextlib.suppress(OSError):
-            name, _, rest = (folder / "stat").read_text().rpartition(")")
-            found.setdefault(int(rest.split()[1]), []).append((int(folder.name), name.partition("(")[2]))
+            rest = (folder / "stat").read_text().rpartition(")")[2]
+            found.setdefault(int(rest.split()[1]), []).append(int(folder.name))
     return found
 
 
@@ -39,7 +34,7 @@ def kill_descendants() -> None:
     children = _children()
     found, left = [], [os.getpid()]
     while left:
-        own = [pid for pid, _ in children.get(left.pop(), [])]
+        own = children.get(left.pop(), [])
         found += own
         left += own
     for pid in found:

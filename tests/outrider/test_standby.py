@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -262,3 +262,18 @@ def test_threads_that_a_fork_would_lack_are_refused(tmp_path: Path):
 )
 def test_what_changes_the_interpreter_is_not_forked(arguments: list[str], can: bool):
     assert can_be_forked(arguments) is can
+
+
+def test_whoever_starts_the_node_may_own_its_stand_by(monkeypatch: pytest.MonkeyPatch):
+    owners = list[int]()
+
+    def run_forked(_arguments: Sequence[str], *, owner_pid: int) -> int:
+        owners.append(owner_pid)
+        return 0
+
+    monkeypatch.setattr(standby_start, "run_forked", run_forked)
+    monkeypatch.delenv(standby_start.OWNER_VARIABLE, raising=False)
+    assert standby_start.main(["worker.py"]) == 0
+    monkeypatch.setenv(standby_start.OWNER_VARIABLE, "4711")
+    assert standby_start.main(["worker.py"]) == 0
+    assert owners == [os.getppid(), 4711]

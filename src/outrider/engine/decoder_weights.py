@@ -149,6 +149,7 @@ def pack_matrices(weights: DecoderWeights) -> DecoderWeights:
     dtype = weights.embedding.dtype
     if not can_pack(dtype):
         return weights
+    assert not isinstance(weights.head, PackedWeight), "they are packed already"
     layers = [
         replace(layer, **{name: PackedWeight(getattr(layer, name), dtype) for name in _MATRICES})
         for layer in weights.layers
