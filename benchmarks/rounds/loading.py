@@ -60,7 +60,7 @@ def load_target(config: TargetWorkerConfig, *, source: WeightSource | None = Non
     and what the device has less.
     """
     began = time.perf_counter()
-    runner = ModelRunner(config.engine(), decoder=None if source is None else True, source=source)
+    runner = ModelRunner(config.engine(), source=source)
     loaded = time.perf_counter()
     rounds = RoundConfig(
         max_sessions=config.max_num_seqs,
