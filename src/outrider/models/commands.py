@@ -1,5 +1,6 @@
 """`outrider widen`. Torch is imported when it runs: the other commands start quickly."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
 
 if TYPE_CHECKING:
-    from outrider.models.widen import WidenedModel
+    from outrider.models.widen import CheckpointPlan, WidenedModel
 
 # One shard is in memory at a time. A layer of the largest shape fits in; its vocabulary matrix is a shard alone.
 _MAX_SHARD_BYTES = 2_000_000_000
@@ -31,11 +32,15 @@ def widen(
         int | None,
         typer.Option(min=1, help="Longest sequence it promises: any number works. Default the embedded model's 2048."),
     ] = None,
+    check: Annotated[
+        Literal["layers", "whole", "none"],
+        typer.Option(help="Compare logits with the embedded model: layer by layer, or loaded whole as float32."),
+    ] = "layers",
 ) -> None:
     """Write the embedded target, draft or head as a checkpoint of a large Llama shape that computes the same logits."""
     import torch
 
-    from outrider.models.widen import SHAPES, load_small, plan_checkpoint, write_checkpoint
+    from outrider.models.widen import SHAPES, check_destination, load_small, plan_checkpoint
     from outrider.models.widened_eagle import WidenedEagle
     from outrider.models.widened_weights import WidenedLlama
 
@@ -48,18 +53,61 @@ def widen(
     }
     llama = embedded_target_path() if role == "eagle" else source
     config, weights = load_small(llama)
+    wide = WidenedLlama(config, weights, SHAPES[shape], **options)
+    model: WidenedModel = wide
     if role == "eagle":
         embedding = weights["model.embed_tokens.weight"]
-        model: WidenedModel = WidenedEagle(
-            *load_small(source), target=config, embedding=embedding, shape=SHAPES[shape], **options
-        )
-    else:
-        model = WidenedLlama(config, weights, SHAPES[shape], **options)
+        model = WidenedEagle(*load_small(source), target=config, embedding=embedding, shape=SHAPES[shape], **options)
     plan = plan_checkpoint(model, source, max_shard_bytes=_MAX_SHARD_BYTES)
     console.print(f"{role} as {shape}: {plan.weight_bytes / model.dtype.itemsize / 1e9:.2f} billion weights, "
                   f"{plan.disk_bytes / 1e9:.2f} GB on disk in {len(plan.shards)} files")  # fmt: skip
+    check_destination(folder, plan)
+
+    def compare(written: Path) -> None:
+        if check == "none":
+            return
+        from outrider.models.widen_check import check_checkpoint, check_tokens
+
+        if role == "eagle":
+            from outrider.models.widen_eagle_check import check_eagle
+
+            of_head = check_eagle(written, source, llama, wide, check_tokens(llama))
+            of_head.raise_if_wrong()
+            console.print(f"checked: {of_head}")
+            return
+        report = check_checkpoint(written, source, check_tokens(source), layer_by_layer=check == "layers")
+        report.raise_if_wrong()
+        console.print(f"checked {'layer by layer' if check == 'layers' else 'as a whole'}: {report}")
+
+    _write(model, source, folder, plan, before_publishing=compare, console=console)
+    typer.echo(folder)
+
+
+def _write(
+    model: "WidenedModel",
+    source: Path,
+    folder: Path,
+    plan: "CheckpointPlan",
+    *,
+    before_publishing: Callable[[Path], None],
+    console: Console,
+) -> None:
+    from outrider.models.widen import write_checkpoint
+
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("writing", total=plan.weight_bytes)
-        write_checkpoint(model, source, folder, plan, on_written=lambda count: progress.advance(task, count))
-    typer.echo(folder)
+
+        def written(partial: Path) -> None:
+            progress.update(task, description="written, checking")
+            before_publishing(partial)
+            progress.update(task, description="written")
+
+        write_checkpoint(
+            model,
+            source,
+            folder,
+            plan,
+            before_publishing=written,
+            on_written=lambda count: progress.advance(task, count),
+        )

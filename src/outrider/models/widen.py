@@ -1,7 +1,7 @@
 """Writes a small checkpoint as one of a larger shape that computes the same: real acceptance at real cost.
 
 The folder is an ordinary Hugging Face Llama checkpoint in shards. Memory holds one shard at a time, and the folder
-appears under its name only when all is written.
+appears under its name only when all is written and checked.
 """
 
 import json
@@ -116,6 +116,7 @@ def write_checkpoint(
     folder: Path,
     plan: CheckpointPlan,
     *,
+    before_publishing: Callable[[Path], None],
     on_written: Callable[[int], None],
 ) -> None:
     """Writes the checkpoint next to `folder` under another name and renames it when it is complete.
@@ -125,6 +126,7 @@ def write_checkpoint(
         source: checkpoint folder of the small model; its tokenizer, chat template and generation settings are kept.
         folder: must not exist.
         plan: of `plan_checkpoint`.
+        before_publishing: called with the complete folder under its temporary name; what it raises stops the renaming.
         on_written: called after each shard with its bytes.
 
     Raises:
@@ -146,6 +148,7 @@ def write_checkpoint(
         if (source / _TOKENIZER_CONFIG).is_file():
             tokenizer = json.loads((source / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
             _write_json(partial / _TOKENIZER_CONFIG, tokenizer | {"model_max_length": model.max_positions})
+        before_publishing(partial)
         check_destination(folder, CheckpointPlan((), 0, 0))
         partial.rename(folder)
 

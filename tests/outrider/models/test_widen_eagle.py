@@ -1,24 +1,26 @@
-"""A widened head drafts what the small one does on the widened target's features."""
+"""A widened head drafts what the small one does on the widened target's features; the check sees what differs."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.outrider.engine.random_eagle import write_random_eagle
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider import cli
 from outrider.engine.eagle import EagleHead, load_eagle_head
 from outrider.engine.eagle_spec import EagleLayout
-from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
+from outrider.errors import CheckpointError
+from outrider.kernels.tree_attention import tree_attention_reference
 from outrider.models import embedded_draft_path, widen
 from outrider.models.widen import load_small, plan_checkpoint, write_checkpoint
+from outrider.models.widen_eagle_check import check_eagle, target_streams, two_steps
 from outrider.models.widened_eagle import WidenedEagle
 from outrider.models.widened_weights import LlamaShape, WidenedLlama
 
@@ -44,8 +46,8 @@ def small(tmp_path: Path) -> tuple[Path, Path]:
 
 def widened(
     small: tuple[Path, Path], folder: Path, *, dtype: torch.dtype = torch.float32, fill_seed: int | None = 0
-) -> Path:
-    """Write both widened models into `folder`."""
+) -> WidenedLlama:
+    """Writes both widened models into `folder`; the target's tensors."""
     target, head = small
     config, weights = load_small(target)
     options = {"dtype": dtype, "fill_seed": fill_seed}
@@ -57,8 +59,10 @@ def widened(
     folder.mkdir(exist_ok=True)
     for model, source, name in ((wide, target, "target"), (eagle, head, "head")):
         plan = plan_checkpoint(model, source, max_shard_bytes=2_000_000)
-        write_checkpoint(model, source, folder / name, plan, on_written=lambda _: None)
-    return folder
+        write_checkpoint(
+            model, source, folder / name, plan, before_publishing=lambda _: None, on_written=lambda _: None
+        )
+    return wide
 
 
 def random_tokens() -> torch.Tensor:
@@ -69,57 +73,6 @@ def load(folder: Path, table: torch.Tensor, layers: int) -> EagleHead:
     return load_eagle_head(
         folder, embedding=table, output=table, target_layers=layers, max_positions=64, attend=tree_attention_reference
     )
-
-
-def target_streams(
-    target: Any, token_ids: torch.Tensor, taps: tuple[int, ...]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each text the features [L - 2, F] and the tokens [L - 1] after the first."""
-    taken: dict[int, torch.Tensor] = {}
-
-    def keep(place: int) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda _module, inputs: taken.__setitem__(place, inputs[0])
-
-    model = target.model
-    modules = [*model.layers, model.norm]
-    hooks = [module.register_forward_pre_hook(keep(place)) for place, module in enumerate(modules)]
-    target(token_ids)
-    for hook in hooks:
-        hook.remove()
-    features = torch.cat([taken[tap] for tap in taps], dim=-1)
-    return [(features[row, :-2], token_ids[row, 1:]) for row in range(len(token_ids))]
-
-
-def two_steps(head: EagleHead, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Logits [L - 2, V] of rows on features, and of rows on the head's own hidden rows of the places before."""
-    count = len(features)
-    dtype = head.weights.embedding.dtype
-    caches = [torch.zeros((2 * count, head.kv_heads, head.head_dim), dtype=dtype) for _ in range(2)]
-    chain = torch.arange(count, dtype=torch.int32)
-    slots, one = chain.expand(count, count), torch.ones(count, dtype=torch.int32)
-    hidden = head.forward(
-        head.fuse(features.to(dtype)), tokens[:-1], positions=chain, write_slots=chain.long(),
-        batch=each_alone(slots, chain + 1), key_cache=caches[0], value_cache=caches[1],
-    )  # fmt: skip
-    yield head.logits(hidden)
-    # The row after place i sees the features' rows up to i, and itself in a slot of its own.
-    table = torch.cat((slots, torch.zeros((count, 1), dtype=torch.int32)), dim=1)
-    table[torch.arange(count), (chain + 1).long()] = chain + count
-    hidden = head.forward(
-        hidden, tokens[1:], positions=chain + one, write_slots=(chain + count).long(),
-        batch=each_alone(table, chain + 2), key_cache=caches[0], value_cache=caches[1],
-    )  # fmt: skip
-    yield head.logits(hidden)
-
-
-def each_alone(table: torch.Tensor, lengths: torch.Tensor) -> TreeAttentionBatch:
-    """Every row a session of its own."""
-    count = len(lengths)
-    return TreeAttentionBatch(
-        slot_table=table.contiguous(), query_start=torch.arange(count + 1, dtype=torch.int32), tree_start=lengths,
-        prefix_len=lengths, key_len=lengths, tree_mask=torch.zeros((count, 1), dtype=torch.int64), max_query_len=1,
-        max_key_len=table.shape[1],
-    )  # fmt: skip
 
 
 def drafted(target: Path, head: Path) -> tuple[torch.Tensor, EagleHead]:
@@ -141,14 +94,40 @@ def test_both_widened_together_draft_the_same(small: tuple[Path, Path], tmp_path
     assert (found[:, DRAFT_VOCAB:] == float("-inf")).all()
 
 
-def test_random_weights_do_not_matter(small: tuple[Path, Path], tmp_path: Path) -> None:
-    found = []
+def test_the_check_agrees_and_random_weights_do_not_matter(small: tuple[Path, Path], tmp_path: Path) -> None:
+    reports = []
     for name, seed in (("zeros", None), ("filled", 3)):
-        folder = widened(small, tmp_path / name, fill_seed=seed)
-        found.append(drafted(folder / "target", folder / "head")[0])
-    assert torch.equal(*found)
+        wide = widened(small, tmp_path / name, fill_seed=seed)
+        reports.append(check_eagle(tmp_path / name / "head", small[1], small[0], wide, random_tokens()))
+        reports[-1].raise_if_wrong()
+    assert reports[0] == reports[1]
+    assert reports[0].same_choice == 1
     filled = load_file(tmp_path / "filled" / "head" / "model-00001-of-00001.safetensors")
     assert (filled["midlayer.self_attn.q_proj.weight"] == 0).float().mean() == 0
+    wide = widened(small, tmp_path / "rounded", dtype=torch.bfloat16)
+    check_eagle(tmp_path / "rounded" / "head", small[1], small[0], wide, random_tokens()).raise_if_wrong()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fc.weight", lambda t: t[30, 3].fill_(1.0), "logits differ"),
+        ("midlayer.hidden_norm.weight", lambda t: t.mul_(1.05), "logits differ"),
+        ("midlayer.self_attn.o_proj.weight", lambda t: t[:, -1].fill_(0.5), "logits differ"),
+        ("norm.weight", lambda t: t.fill_(float("nan")), "logits differ by nan"),
+        ("lm_head.weight", lambda t: t[-1].fill_(0), r"padding entries reach logit 0\.0"),
+    ],
+)
+def test_the_check_sees_a_wrong_weight(
+    small: tuple[Path, Path], tmp_path: Path, name: str, change: Callable[[torch.Tensor], object], message: str
+) -> None:
+    wide = widened(small, tmp_path / "wide")
+    file = tmp_path / "wide" / "head" / "model-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    change(tensors[name])
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=message):
+        check_eagle(tmp_path / "wide" / "head", small[1], small[0], wide, random_tokens()).raise_if_wrong()
 
 
 def test_heads_that_cannot_be_widened(small: tuple[Path, Path], tmp_path: Path) -> None:
@@ -187,7 +166,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert cli.run(["widen", "eagle", "160m", str(folder), "--max-position-embeddings", "8192"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{folder}\n"
-    assert "GB on disk in 1 files" in err
+    assert "checked: at " in err
     config = json.loads((folder / "config.json").read_text())
     assert (config["vocab_size"], config["draft_vocab_size"], config["max_position_embeddings"]) == (8400, 8400, 8192)
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
