@@ -4,21 +4,15 @@ import json
 from pathlib import Path
 
 import torch
-from export import load_checkpoint
+from export import load_checkpoint, shape_of_checkpoint
 from head import Eagle3
-from llama import Llama, LlamaShape
+from llama import Llama
 from safetensors.torch import load_file, save_file
 
 
 def load_target(folder: Path, device: torch.device) -> Llama:
-    """The embedded target, fixed, in float32."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
-    )  # fmt: skip
-    shape = LlamaShape(**{name: config[name] for name in names}, rope_theta=config["rope_parameters"]["rope_theta"])
-    return load_checkpoint(folder, shape, device).requires_grad_(False)
+    """The target, fixed, in float32."""
+    return load_checkpoint(folder, shape_of_checkpoint(folder), device).requires_grad_(False)
 
 
 def load_head(head: Eagle3, folder: Path) -> None:

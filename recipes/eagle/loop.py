@@ -18,12 +18,9 @@ from optimisation import build_optimisers, set_learning_rate
 from settings import Recipe
 from torch import Tensor
 from torch.nn import functional
-from training import compute_dtype, token_windows
+from training import compute_dtype, judge_rows, row_temperatures, token_windows
 
 logger = logging.getLogger(__name__)
-
-# What stands for temperature 0: soft enough that a wrong choice still says how to become right.
-_GREEDY = 0.25
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -95,36 +92,6 @@ def _learn(
         losses[place] = kl.mean(), variation.mean()
     total.backward()
     return losses
-
-
-def row_temperatures(hundredths: Tensor) -> Tensor:
-    """[R, 1] float32 of [N, T] hundredths, what stands for 0 in its place."""
-    temperature = hundredths.flatten()[:, None].float() / 100
-    return torch.where(temperature == 0, _GREEDY, temperature)
-
-
-def judge_rows(drafted: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far rows of logits are from the target's, and which way is better.
-
-    Args:
-        drafted: [R, V] of the head.
-        wanted: [R, V] of the target.
-        temperature: [R, 1], above 0.
-
-    Returns:
-        [R] KL divergence of the distributions in nats, [R] their total variation at the temperatures, and the gradient
-        of the sum of both by `drafted`, [R, V] in its dtype.
-    """
-    z, t = drafted.float(), wanted.float()
-    log_q, log_p = z.log_softmax(-1), t.log_softmax(-1)
-    p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1)
-    q_there, p_there = (z / temperature).softmax(-1), (t / temperature).softmax(-1)
-    sign = 0.5 * torch.sign(q_there - p_there)
-    variation = (sign * (q_there - p_there)).sum(-1)
-    centred = sign - (q_there * sign).sum(-1, keepdim=True)
-    gradient = log_q.exp() - p + q_there * centred / temperature
-    return divergence, variation, gradient.to(drafted.dtype)
 
 
 @torch.no_grad()
