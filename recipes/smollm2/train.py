@@ -196,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="of the distillation; learning rates fall towards the last one")
     parser.add_argument("--batch", type=int, help="conversations of a step")
     parser.add_argument("--prompts", type=int, help="of the report; default: all")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a few steps of each stage, to try the recipe itself")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -226,6 +227,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
             training,
             steps=options.steps or training.steps,
             batch_sequences=options.batch or training.batch_sequences,
+            compile=training.compile and not options.no_compile,
         ),
         conversations=replace(conversations, sequences=options.sequences or conversations.sequences),
     )
