@@ -7,8 +7,8 @@ what recipes/smollm2/train.py has had it write, and the head ends up in WORK/hea
 
     python recipes/eagle/train.py --target TARGET --conversations TEXT --work WORK
 
- The stages can run on different machines over one
-work folder: `--stages text` reads the installed packages, `--stages train` wants a GPU.
+The stages can run on different machines over one work folder: `--stages text` reads the installed packages,
+`--stages train` wants a GPU.
 
 What is trained is how the head is used: it drafts several tokens on its own hidden rows (EAGLE-3's "training-time
 test", arXiv 2503.01840), on source code and on what the target itself writes, towards the target's distribution.
