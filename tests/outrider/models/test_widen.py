@@ -231,6 +231,20 @@ def test_the_embedded_draft_in_bfloat16(tmp_path: Path) -> None:
     assert "at 192 positions" in str(report)
 
 
+def test_padding_holds_no_mass_where_hidden_states_are_large(small: Callable[..., Path], tmp_path: Path) -> None:
+    """SmolLM2's root mean square reaches 256 at the first token."""
+    source = small()
+    damage(source, "model.layers.1.mlp.down_proj.weight", lambda t: t.mul_(11))
+    rms: list[float] = []
+    model = LlamaForCausalLM.from_pretrained(source)
+    model.model.norm.register_forward_pre_hook(lambda _, given: rms.append(given[0].square().mean(-1).sqrt().max()))
+    model(random_tokens())
+    assert rms[0] > 256
+    report = check_checkpoint(write(source, tmp_path / "wide", TINY), source, random_tokens(), layer_by_layer=True)
+    assert report.padding_mass == 0
+    assert report.padding_logit < -50
+
+
 def damage(folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> None:
     file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
     content = load_file(file)
