@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    measured_commit = commit()
     prompts = read_chat_prompts(options.model)
     prompts = prompts[:: max(1, len(prompts) // (options.prompts or len(prompts)))][: options.prompts]
     model = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     different = [each for each in found if each.differs_at is not None]
     report = {
         "command": f"python recipes/smollm2/compare.py MODEL --new-tokens {options.new_tokens}",
-        "commit": commit(),
+        "commit": measured_commit,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {
             "torch": torch.__version__,
