@@ -72,6 +72,8 @@ def save_weights(model: Llama, folder: Path, special: SpecialTokens) -> None:
         bos_token_id=special.bos, eos_token_id=special.eos, pad_token_id=special.pad
     )
     target.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors keeps its files to the user
     check_checkpoint(folder, model.shape)
 
 

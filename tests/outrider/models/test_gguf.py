@@ -71,6 +71,7 @@ def write(file: Path, model: LlamaForCausalLM, kind: Any) -> None:
         weights = tensor.numpy()
         if "q_proj" in name or "k_proj" in name:
             count = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            assert count is not None
             weights = in_order_of_gguf(weights, count)
         for theirs, ours in {"model.layers.": "blk.", **_NAMES}.items():
             name = name.replace(theirs, ours)  # noqa: PLW2901
