@@ -4,21 +4,16 @@ import json
 from pathlib import Path
 
 import torch
-from export import load_checkpoint
+from export import load_checkpoint, shape_of_checkpoint
 from head import Eagle3
-from llama import Llama, LlamaShape
+from llama import Llama
 from safetensors.torch import load_file, save_file
+from tokenization import END_OF_TEXT_ID
 
 
 def load_target(folder: Path, device: torch.device) -> Llama:
-    """The embedded target, fixed, in float32."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
-    )  # fmt: skip
-    shape = LlamaShape(**{name: config[name] for name in names}, rope_theta=config["rope_parameters"]["rope_theta"])
-    return load_checkpoint(folder, shape, device).requires_grad_(False)
+    """The target, fixed, in float32."""
+    return load_checkpoint(folder, shape_of_checkpoint(folder), device).requires_grad_(False)
 
 
 def load_head(head: Eagle3, folder: Path) -> None:
@@ -33,7 +28,7 @@ def load_head(head: Eagle3, folder: Path) -> None:
         parameter[tuple(slice(size) for size in given.shape)] = given
 
 
-def save_head(head: Eagle3, folder: Path) -> None:
+def save_head(head: Eagle3, folder: Path, *, bos: int = END_OF_TEXT_ID, eos: int = END_OF_TEXT_ID) -> None:
     """Writes config.json and model.safetensors, bfloat16; output layer and embedding stay the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
@@ -45,11 +40,11 @@ def save_head(head: Eagle3, folder: Path) -> None:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "attention_bias": False,
-        "bos_token_id": 0,
+        "bos_token_id": bos,
         "draft_vocab_size": shape.vocab_size,
         "dtype": "bfloat16",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.taps), "use_aux_hidden_state": True},
-        "eos_token_id": 0,
+        "eos_token_id": eos,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,

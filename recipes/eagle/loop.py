@@ -9,7 +9,7 @@ Shapes: N windows of T tokens, R rows, C hidden channels, V vocabulary.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from head import Eagle3, target_rows
@@ -18,26 +18,28 @@ from optimisation import build_optimisers, set_learning_rate
 from settings import Recipe
 from torch import Tensor
 from torch.nn import functional
-from training import compute_dtype, token_windows
+from training import compute_dtype, judge_rows, row_temperatures
 
 logger = logging.getLogger(__name__)
-
-# What stands for temperature 0: soft enough that a wrong choice still says how to become right.
-_GREEDY = 0.25
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def run_loop(
-    head: Eagle3, target: Llama, stream: Tensor, temperatures: Tensor, *, recipe: Recipe, save: Callable[[], None]
+    head: Eagle3,
+    target: Llama,
+    windows: Iterator[tuple[Tensor, Tensor]],
+    *,
+    recipe: Recipe,
+    save: Callable[[], None],
 ) -> int:
     """Steps until the time is over; how many.
 
     Args:
         head: changed.
         target: fixed.
-        stream: [tokens] of the text.
-        temperatures: [tokens] hundredths, at which each was chosen.
+        windows: endless batches: tokens [N, T], and hundredths [N, T] of the temperatures at which the tokens after
+            each were chosen.
         recipe: what to do.
         save: called now and then.
     """
@@ -45,9 +47,7 @@ def run_loop(
     optimisers = build_optimisers(head, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay)
     judge = torch.compile(judge_rows, dynamic=False) if config.compile else judge_rows
     begin = saved = shown = time.perf_counter()
-    # The same windows of both, since the seed decides which.
-    windows = zip(token_windows(stream, config), token_windows(temperatures, config), strict=True)
-    for step, ((tokens, _), (_, chosen_at)) in enumerate(windows):
+    for step, (tokens, chosen_at) in enumerate(windows):
         now = time.perf_counter() - begin
         set_learning_rate(optimisers, min(int(10_000 * now / recipe.seconds), 9_999), 10_000, config.decay_share)
         drawn = sorted(int(place) for place in torch.randperm(recipe.unroll)[: recipe.judged])
@@ -97,50 +97,18 @@ def _learn(
     return losses
 
 
-def row_temperatures(hundredths: Tensor) -> Tensor:
-    """[R, 1] float32 of [N, T] hundredths, what stands for 0 in its place."""
-    temperature = hundredths.flatten()[:, None].float() / 100
-    return torch.where(temperature == 0, _GREEDY, temperature)
-
-
-def judge_rows(drafted: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far rows of logits are from the target's, and which way is better.
-
-    Args:
-        drafted: [R, V] of the head.
-        wanted: [R, V] of the target.
-        temperature: [R, 1], above 0.
-
-    Returns:
-        [R] KL divergence of the distributions in nats, [R] their total variation at the temperatures, and the gradient
-        of the sum of both by `drafted`, [R, V] in its dtype.
-    """
-    z, t = drafted.float(), wanted.float()
-    log_q, log_p = z.log_softmax(-1), t.log_softmax(-1)
-    p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1)
-    q_there, p_there = (z / temperature).softmax(-1), (t / temperature).softmax(-1)
-    sign = 0.5 * torch.sign(q_there - p_there)
-    variation = (sign * (q_there - p_there)).sum(-1)
-    centred = sign - (q_there * sign).sum(-1, keepdim=True)
-    gradient = log_q.exp() - p + q_there * centred / temperature
-    return divergence, variation, gradient.to(drafted.dtype)
-
-
 @torch.no_grad()
-def measure(head: Eagle3, target: Llama, stream: Tensor, recipe: Recipe) -> list[dict[str, float]]:
-    """Of each drafting step on source that was not trained on: how often the largest entries agree, and the overlap."""
-    length, dtype = recipe.windows.sequence_tokens, compute_dtype(stream.device)
+def measure(head: Eagle3, target: Llama, windows: Tensor, recipe: Recipe) -> list[dict[str, float]]:
+    """Return by drafting step how often the largest entries agree, and the overlap, on windows [N, T]."""
+    dtype = compute_dtype(windows.device)
     output = target.model.embed_tokens.weight.to(dtype)
-    sums = torch.zeros(recipe.unroll, 2, device=stream.device)
-    for index in range(recipe.measured):
-        tokens = stream[None, index * length : (index + 1) * length].long().clone()
-        tokens[:, 0] = 0
+    sums = torch.zeros(recipe.unroll, 2, device=windows.device)
+    for tokens in windows[:, None].long():
         features, logits = target_rows(target, tokens, head.taps, dtype)
         embedded = functional.embedding(tokens[:, 1:], target.model.embed_tokens.weight).to(dtype)
         for step, rows in enumerate(head.unroll(features[:, :-1], embedded, recipe.unroll)):
             q, p = functional.linear(rows, output).float(), logits[:, recipe.unroll :].float()
             sums[step, 0] += (q.argmax(-1) == p.argmax(-1)).float().mean()
             sums[step, 1] += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).mean()
-    means = (sums / recipe.measured).tolist()
+    means = (sums / len(windows)).tolist()
     return [{"agreement": round(agreement, 4), "overlap": round(overlap, 4)} for agreement, overlap in means]

@@ -22,7 +22,7 @@ class Recipe:
         written: what the target writes.
         windows: of a step.
         seconds: how long the loop runs; learning rates follow the clock.
-        measured: windows at the end of the source that are not trained on.
+        measured: windows that are not trained on.
         begin_with: folder of a head to go on with; empty: fresh weights.
     """
 
@@ -56,3 +56,17 @@ TINY = replace(
     seconds=2.0,
     measured=2,
 )
+
+
+def for_target(recipe: Recipe, target: LlamaShape) -> Recipe:
+    """Return the recipe for another target than the embedded one: a layer of its own proportions.
+
+    Features are taken near the target's beginning, in the middle and near its end, as EAGLE-3 does.
+    """
+    layers = target.num_hidden_layers
+    return replace(
+        recipe,
+        shape=replace(target, num_hidden_layers=1),
+        taps=(min(2, layers), layers // 2, max(1, layers - 3)),
+        windows=replace(recipe.windows, sequence_tokens=1024, batch_sequences=min(recipe.windows.batch_sequences, 16)),
+    )

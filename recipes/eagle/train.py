@@ -2,8 +2,13 @@
 
     python recipes/eagle/train.py
 
-does everything and replaces the head in src/outrider/models/eagle. The stages can run on different machines over one
-work folder: `--stages text` reads the installed packages, `--stages train` wants a GPU.
+does everything and replaces the head in src/outrider/models/eagle. For another target, such as SmolLM2, the text is
+what recipes/smollm2/train.py has had it write, and the head ends up in WORK/head:
+
+    python recipes/eagle/train.py --target TARGET --conversations TEXT --work WORK
+
+The stages can run on different machines over one work folder: `--stages text` reads the installed packages,
+`--stages train` wants a GPU.
 
 What is trained is how the head is used: it drafts several tokens on its own hidden rows (EAGLE-3's "training-time
 test", arXiv 2503.01840), on source code and on what the target itself writes, towards the target's distribution.
@@ -14,27 +19,52 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "recipes" / "embedded_pair")]
+# Behind everything: its train.py is another one.
+sys.path.append(str(ROOT / "recipes" / "smollm2"))
 
-from checkpoint import load_head, load_target, save_head  # noqa: E402 the pair's recipe must be found first
+from checkpoint import load_head, load_target, save_head  # noqa: E402 the recipes must be found first
+from conversations import NO_ANSWER, read_shards  # noqa: E402
+from distillation import batches  # noqa: E402
+from export import shape_of_checkpoint  # noqa: E402
 from head import Eagle3  # noqa: E402
+from llama import Llama  # noqa: E402
 from loop import measure, run_loop  # noqa: E402
 from sampling import write_texts  # noqa: E402
-from settings import FULL, TINY, Recipe  # noqa: E402
+from settings import FULL, TINY, Recipe, for_target  # noqa: E402
+from tokenization import END_OF_TEXT_ID  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
-from training import compute_dtype, load_stream  # noqa: E402
+from torch import Tensor  # noqa: E402
+from training import compute_dtype, load_stream, token_windows  # noqa: E402
 
 logger = logging.getLogger("train")
 
 MODELS = ROOT / "src" / "outrider" / "models"
 STAGES = ("text", "train", "install")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """Where the stages work.
+
+    Attributes:
+        work: folder for everything in between.
+        device: that the head is trained on.
+        target: checkpoint folder.
+        conversations: folder of text that the target has written; None: source code, and what the target makes of it.
+    """
+
+    work: Path
+    device: torch.device
+    target: Path
+    conversations: Path | None
 
 
 def read_text(recipe: Recipe, work: Path) -> None:
@@ -48,33 +78,85 @@ def read_text(recipe: Recipe, work: Path) -> None:
     collect_installed(prompts, most_tokens=recipe.text_tokens, tokenizer=tokenizer).tofile(work / "source.bin")
 
 
-def train(recipe: Recipe, work: Path, device: torch.device) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What a head is trained and measured on.
+
+    Attributes:
+        windows: endless batches, as `run_loop` takes them.
+        held_out: [N, T] that are not trained on.
+        source_tokens: of text that others have written.
+        written_tokens: of text that the target has written.
+    """
+
+    windows: Iterator[tuple[Tensor, Tensor]]
+    held_out: Tensor
+    source_tokens: int
+    written_tokens: int
+
+
+def pair_text(recipe: Recipe, target: Llama, work: Path, device: torch.device) -> Text:
+    """Return the source of the stage text, and what the embedded target writes after pieces of it."""
+    source = load_stream(str(work / "source.bin"), device)
+    length = recipe.windows.sequence_tokens
+    kept = recipe.measured * length + 1
+    held_out, source = source[-kept:-1].unflatten(0, (-1, length)).clone(), source[:-kept]
+    held_out[:, 0] = END_OF_TEXT_ID
+    written, chosen_at = write_texts(target, source, recipe.written, compute_dtype(device))
+    # Nobody chose the source's tokens: what is asked there is what temperature 1 asks.
+    stream, temperatures = torch.cat((source, written)), torch.cat((torch.full_like(source, 100), chosen_at))
+    # The same windows of both, since the seed decides which.
+    both = zip(token_windows(stream, recipe.windows), token_windows(temperatures, recipe.windows), strict=True)
+    windows = ((tokens, at) for (tokens, _), (_, at) in both)
+    return Text(windows=windows, held_out=held_out, source_tokens=len(source), written_tokens=len(written))
+
+
+def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Text:
+    """Return conversations that recipes/smollm2/train.py has had a target write; each is a window."""
+    tokens, chosen_at = read_shards(folder, device)
+    after = chosen_at.roll(-1, 1).long()
+    # A token that nobody chose: as in a text that others have written.
+    after = torch.where(after == NO_ANSWER, 100, after)
+    kept = recipe.measured
+    return Text(
+        windows=batches(tokens[kept:], after[kept:], recipe.windows, begin=0),
+        held_out=tokens[:kept],
+        source_tokens=0,
+        written_tokens=tokens[kept:].numel(),
+    )
+
+
+def train(recipe: Recipe, place: Workplace) -> None:
     """Trains the head and writes its checkpoint and what it measured."""
     torch.set_float32_matmul_precision("high")
-    source = load_stream(str(work / "source.bin"), device)
-    target = load_target(MODELS / "target", device)
-    kept = recipe.measured * recipe.windows.sequence_tokens + 1
-    held_out, source = source[-kept:], source[:-kept]
-    written, chosen_at = write_texts(target, source, recipe.written, compute_dtype(device))
+    work, device = place.work, place.device
+    target = load_target(place.target, device)
+    if place.conversations is None:
+        text = pair_text(recipe, target, work, device)
+    else:
+        text = conversation_text(recipe, place.conversations, device)
     torch.manual_seed(recipe.windows.seed)
     head = Eagle3(recipe.shape, recipe.taps).to(device)
     head.start_from(target)
     if recipe.begin_with:
         load_head(head, Path(recipe.begin_with))
     logger.info("%.3f M parameters", sum(p.numel() for p in head.parameters()) / 1e6)
-    # Nobody chose the source's tokens: what is asked there is what temperature 1 asks.
-    stream, temperatures = torch.cat((source, written)), torch.cat((torch.full_like(source, 100), chosen_at))
-    steps = run_loop(head, target, stream, temperatures, recipe=recipe, save=lambda: save_head(head, work / "head"))
+    ends = json.loads((place.target / "config.json").read_text(encoding="utf-8"))
+
+    def save() -> None:
+        save_head(head, work / "head", bos=ends["bos_token_id"], eos=ends["eos_token_id"])
+
+    steps = run_loop(head, target, text.windows, recipe=recipe, save=save)
     report = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "recipe": asdict(recipe),
         "steps": steps,
-        "source_tokens": len(source),
-        "written_tokens": len(written),
-        "held_out_source": measure(head, target, held_out, recipe),
+        "source_tokens": text.source_tokens,
+        "written_tokens": text.written_tokens,
+        "held_out": measure(head, target, text.held_out, recipe),
     }
-    save_head(head, work / "head")
+    save()
     (work / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
@@ -88,7 +170,9 @@ def install(work: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the chosen stages in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, help="default: all; with --conversations, train alone")
+    parser.add_argument("--target", type=Path, default=MODELS / "target", help="checkpoint folder; default: embedded")
+    parser.add_argument("--conversations", type=Path, help="text of another target, by recipes/smollm2/train.py")
     parser.add_argument("--work", type=Path, default=ROOT / "corpus" / "eagle", help="folder for everything in between")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="of the training loop")
@@ -109,19 +193,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     recipe, work, device = _recipe(options), options.work, torch.device(options.device)
+    place = Workplace(work=work, device=device, target=options.target, conversations=options.conversations)
+    work.mkdir(parents=True, exist_ok=True)
+    chosen = options.stages or (STAGES if options.conversations is None else ("train",))
     stages = {
         "text": lambda: read_text(recipe, work),
-        "train": lambda: train(recipe, work, device),
+        "train": lambda: train(recipe, place),
         "install": lambda: install(work),
     }
     for name in STAGES:
-        if name in options.stages:
+        if name in chosen:
             stages[name]()
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
     """The full or the tiny recipe with what the options change."""
     recipe = TINY if options.tiny else FULL
+    if options.conversations is not None:
+        recipe = for_target(recipe, shape_of_checkpoint(options.target))
     windows = {
         "batch_sequences": options.batch,
         "sequence_tokens": options.window,

@@ -1,6 +1,8 @@
 """Trained weights as ordinary Hugging Face checkpoints, and back."""
 
+import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,16 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_SIZE = "11MB"
 
 
-def hugging_face_config(shape: LlamaShape) -> LlamaConfig:
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """Ids that config.json and generation_config.json state."""
+
+    bos: int
+    eos: int
+    pad: int
+
+
+def hugging_face_config(shape: LlamaShape, special: SpecialTokens) -> LlamaConfig:
     """The `LlamaConfig` of this shape."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -32,26 +43,37 @@ def hugging_face_config(shape: LlamaShape) -> LlamaConfig:
         rms_norm_eps=shape.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=True,
-        bos_token_id=END_OF_TEXT_ID,
-        eos_token_id=END_OF_TEXT_ID,
+        bos_token_id=special.bos,
+        eos_token_id=special.eos,
     )
 
 
 def save_checkpoint(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes a bfloat16 checkpoint and checks that transformers computes the same logits from it.
+    """Writes a bfloat16 checkpoint of the pair and checks that transformers computes the same logits from it.
 
     Raises:
         ValueError: transformers' logits differ from this module's.
     """
-    target: Any = LlamaForCausalLM(hugging_face_config(model.shape))
+    save_tokenizer(tokenizer, folder, model.shape.max_position_embeddings)
+    save_weights(model, folder, SpecialTokens(bos=END_OF_TEXT_ID, eos=END_OF_TEXT_ID, pad=END_OF_TEXT_ID))
+
+
+def save_weights(model: Llama, folder: Path, special: SpecialTokens) -> None:
+    """Write a checkpoint's weights, in bfloat16, and its configuration; transformers has to compute the same logits.
+
+    Raises:
+        ValueError: transformers' logits differ from this module's.
+    """
+    target: Any = LlamaForCausalLM(hugging_face_config(model.shape, special))
     weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     target.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
     target = target.to(torch.bfloat16)
     target.generation_config = GenerationConfig(
-        bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID, pad_token_id=END_OF_TEXT_ID
+        bos_token_id=special.bos, eos_token_id=special.eos, pad_token_id=special.pad
     )
     target.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
-    save_tokenizer(tokenizer, folder, model.shape.max_position_embeddings)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors keeps its files to the user
     check_checkpoint(folder, model.shape)
 
 
@@ -65,6 +87,16 @@ def check_checkpoint(folder: Path, shape: LlamaShape) -> None:
     logger.info("%s: largest logit difference to transformers %.2e", folder, difference)
     if difference > 1e-3:
         raise ValueError(f"transformers' logits differ by {difference} in {folder}")
+
+
+def shape_of_checkpoint(folder: Path) -> LlamaShape:
+    """Return the shape that a folder's config.json states."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+    )  # fmt: skip
+    return LlamaShape(**{name: config[name] for name in names}, rope_theta=config["rope_parameters"]["rope_theta"])
 
 
 def load_checkpoint(folder: Path, shape: LlamaShape, device: torch.device) -> Llama:

@@ -138,11 +138,15 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Token ids [N, T] to logits [N, T, V], computed in `dtype`."""
+        return functional.linear(self.hidden(tokens, dtype), self.model.embed_tokens.weight.to(dtype))
+
+    def hidden(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Token ids [N, T] to what the output layer reads, [N, T, C], computed in `dtype`."""
         cos, sin = rotary_tables(self.shape, tokens.shape[1], tokens.device)
         x = functional.embedding(tokens, self.model.embed_tokens.weight).to(dtype)
         for layer in self.model.layers:
             x = layer(x, cos.to(dtype), sin.to(dtype))
-        return functional.linear(self.model.norm(x), self.model.embed_tokens.weight.to(dtype))
+        return self.model.norm(x)
 
 
 def rotary_tables(shape: LlamaShape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,10 @@ from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 
+# What stands for temperature 0: soft enough that a wrong choice still says how to become right.
+_GREEDY = 0.25
+_SAVE_S = 60.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -139,6 +143,36 @@ def divergences(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Te
     return (p * (log_p - log_q)).sum(-1).mean(), 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
 
 
+def row_temperatures(hundredths: Tensor) -> Tensor:
+    """[R, 1] float32 of [N, T] hundredths, what stands for 0 in its place."""
+    temperature = hundredths.flatten()[:, None].float() / 100
+    return torch.where(temperature == 0, _GREEDY, temperature)
+
+
+def judge_rows(drafted: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far rows of logits are from the target's, and which way is better.
+
+    Args:
+        drafted: [R, V] of the head.
+        wanted: [R, V] of the target.
+        temperature: [R, 1], above 0.
+
+    Returns:
+        [R] KL divergence of the distributions in nats, [R] their total variation at the temperatures, and the gradient
+        of the sum of both by `drafted`, [R, V] in its dtype.
+    """
+    z, t = drafted.float(), wanted.float()
+    log_q, log_p = z.log_softmax(-1), t.log_softmax(-1)
+    p = log_p.exp()
+    divergence = (p * (log_p - log_q)).sum(-1)
+    q_there, p_there = (z / temperature).softmax(-1), (t / temperature).softmax(-1)
+    sign = 0.5 * torch.sign(q_there - p_there)
+    variation = (sign * (q_there - p_there)).sum(-1)
+    centred = sign - (q_there * sign).sum(-1, keepdim=True)
+    gradient = log_q.exp() - p + q_there * centred / temperature
+    return divergence, variation, gradient.to(drafted.dtype)
+
+
 def new_model(shape: LlamaShape, device: torch.device, seed: int) -> Llama:
     """Fresh weights of this shape."""
     torch.manual_seed(seed)
@@ -158,30 +192,63 @@ def _optimisers(model: Llama, config: TrainingConfig, share: float = 1.0) -> lis
     )
 
 
+def run_steps(
+    losses_of: Callable[[Tensor, Tensor], dict[str, Tensor]],
+    optimisers: list[torch.optim.Optimizer],
+    windows: Iterator[tuple[Tensor, Tensor]],
+    config: TrainingConfig,
+    *,
+    begin: int = 0,
+    deadline_s: float = math.inf,
+    save: Callable[[int], None] = lambda steps: None,
+) -> int:
+    """Train until all steps are done or time is over; return how many steps are done.
+
+    Args:
+        losses_of: losses of a batch by name; "loss" is what goes down.
+        optimisers: of `build_optimisers`.
+        windows: endless batches, the arguments of `losses_of`.
+        config: of the loop.
+        begin: steps that an earlier call has done.
+        deadline_s: on the clock of `time.perf_counter`.
+        save: called now and then, and at the end, with the number of steps done.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    torch.set_float32_matmul_precision("high")
+    logger.info("%s", config)
+    tokens_per_step = config.batch_sequences * config.sequence_tokens
+    start, start_step = time.perf_counter(), begin
+    saved, done = start, begin
+    while done < config.steps and time.perf_counter() < deadline_s:
+        set_learning_rate(optimisers, done, config.steps, config.decay_share)
+        losses = losses_of(*next(windows))
+        losses["loss"].backward()
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        done += 1
+        if done in (begin + 1, begin + 21) or done % max(1, config.steps // 15) == 0:
+            values = {name: round(value.item(), 4) for name, value in losses.items()}
+            if not math.isfinite(values["loss"]):
+                raise FloatingPointError(f"loss {values['loss']} at step {done}")
+            now = time.perf_counter()
+            rate = (done - start_step) * tokens_per_step / max(1e-9, now - start) / 1e6
+            logger.info("step %d of %d: %s, %.2f M tokens/s", done, config.steps, values, rate)
+            start, start_step = now, done
+        if time.perf_counter() - saved > _SAVE_S:
+            save(done)
+            saved = time.perf_counter()
+    save(done)
+    return done
+
+
 def _train(
     losses_of: Callable[[Tensor, Tensor], dict[str, Tensor]],
     optimisers: list[torch.optim.Optimizer],
     stream: Tensor,
     config: TrainingConfig,
 ) -> None:
-    torch.set_float32_matmul_precision("high")
-    logger.info("%s", config)
     step_losses = torch.compile(losses_of, dynamic=False) if config.compile else losses_of
-    windows = token_windows(stream[: config.stream_tokens], config)
-    tokens_per_step = config.batch_sequences * config.sequence_tokens
-    start, start_step = time.perf_counter(), 0
-    for step in range(config.steps):
-        set_learning_rate(optimisers, step, config.steps, config.decay_share)
-        losses = step_losses(*next(windows))
-        losses["loss"].backward()
-        for optimiser in optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        if step in (0, 20) or (step + 1) % max(1, config.steps // 15) == 0:
-            values = {name: round(value.item(), 4) for name, value in losses.items()}
-            if not math.isfinite(values["loss"]):
-                raise FloatingPointError(f"loss {values['loss']} at step {step}")
-            now = time.perf_counter()
-            rate = (step - start_step) * tokens_per_step / max(1e-9, now - start) / 1e6
-            logger.info("step %d of %d: %s, %.2f M tokens/s", step + 1, config.steps, values, rate)
-            start, start_step = now, step
+    run_steps(step_losses, optimisers, token_windows(stream[: config.stream_tokens], config), config)

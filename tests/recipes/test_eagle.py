@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.eagle import EagleHead, load_eagle_head
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
@@ -114,10 +115,35 @@ def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["steps"] >= 1
     assert report["written_tokens"] == 10 * 24
-    assert len(report["held_out_source"]) == report["recipe"]["unroll"]
+    assert len(report["held_out"]) == report["recipe"]["unroll"]
     table = torch.zeros(8192, 384)
     head = load_eagle_head(tmp_path / "head", embedding=table, output=table, target_layers=5, max_positions=64)
     assert head.taps == (1, 3, 5)
+
+
+def test_a_head_for_another_target(recipe: Any, tmp_path: Path) -> None:
+    """A target of SmolLM2's proportions and conversations in its recipe's files: a head that the engine loads."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=5, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=16, bos_token_id=7, eos_token_id=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    (tmp_path / "text").mkdir()
+    draw = np.random.default_rng(0)
+    for number in range(2):
+        tokens, chosen_at = draw.integers(VOCAB, size=(6, 24)), draw.choice([0, 70, 100, 255], size=(6, 24))
+        np.savez(tmp_path / "text" / f"{number}.npz", tokens=tokens.astype(np.uint16), chosen_at=chosen_at.astype("u1"))
+    work = tmp_path / "work"
+    places = {"--target": tmp_path / "target", "--conversations": tmp_path / "text", "--work": work}
+    options = [str(word) for pair in places.items() for word in pair]
+    recipe.main(["--tiny", *options, "--device", "cpu", "--seconds", "0.1"])
+    report = json.loads((work / "report.json").read_text())
+    assert report["steps"] >= 1
+    assert report["written_tokens"] == (12 - report["recipe"]["measured"]) * 24
+    assert json.loads((work / "head" / "config.json").read_text())["eos_token_id"] == 8
+    table = torch.zeros(VOCAB, 48)
+    head = load_eagle_head(work / "head", embedding=table, output=table, target_layers=5, max_positions=64)
+    assert (head.taps, head.kv_heads, head.head_dim) == ((2, 2, 2), 1, 16)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.25])

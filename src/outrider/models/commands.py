@@ -22,42 +22,53 @@ def widen(
         Literal["target", "draft", "eagle"],
         typer.Argument(help="Which model of the embedded pair; eagle: the target's head, for a target of that shape."),
     ],
-    shape: Annotated[Literal["160m", "1b", "8b", "70b"], typer.Argument(help="Llama shape to write it in.")],
+    shape: Annotated[Literal["160m", "1b", "1b-deep", "8b", "70b"], typer.Argument(help="Llama shape to write it in.")],
     folder: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
     *,
+    source: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a Llama checkpoint with tied embeddings in place of the embedded one."),
+    ] = None,
+    of_target: Annotated[
+        Path | None, typer.Option(help="With eagle and --source: folder of the target that the head is for.")
+    ] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
     fill: Annotated[bool, typer.Option(help="Random weights, not zeros, where the function stays the same.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
     max_position_embeddings: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest sequence it promises: any number works. Default the embedded model's 2048."),
+        typer.Option(min=1, help="Longest sequence it promises: any number works. Default the small model's."),
     ] = None,
     check: Annotated[
         Literal["layers", "whole", "none"],
-        typer.Option(help="Compare logits with the embedded model: layer by layer, or loaded whole as float32."),
+        typer.Option(help="Compare logits with the small model: layer by layer, or loaded whole as float32."),
     ] = "layers",
 ) -> None:
-    """Write the embedded target, draft or head as a checkpoint of a large Llama shape that computes the same logits."""
+    """Write a small target, draft or head as a checkpoint of a large Llama shape that computes the same logits."""
     import torch
 
-    from outrider.models.widen import SHAPES, check_destination, load_small, plan_checkpoint
+    from outrider.models.widen import check_destination, load_small, plan_checkpoint, shape_with_heads_of
     from outrider.models.widened_eagle import WidenedEagle
     from outrider.models.widened_weights import WidenedLlama
 
     console = Console(highlight=False, soft_wrap=True, stderr=True)
-    source = {"target": embedded_target_path, "draft": embedded_draft_path, "eagle": embedded_eagle_path}[role]()
+    if (source is not None and role == "eagle") is (of_target is None):
+        raise typer.BadParameter("needed with eagle and --source, and with nothing else", param_hint="--of-target")
+    embedded = {"target": embedded_target_path, "draft": embedded_draft_path, "eagle": embedded_eagle_path}[role]
+    source = source or embedded()
     options: dict[str, Any] = {
         "dtype": getattr(torch, dtype),
         "fill_seed": seed if fill else None,
         "max_position_embeddings": max_position_embeddings,
     }
-    llama = embedded_target_path() if role == "eagle" else source
+    llama = of_target or (embedded_target_path() if role == "eagle" else source)
     config, weights = load_small(llama)
-    wide = WidenedLlama(config, weights, SHAPES[shape], **options)
+    large = shape_with_heads_of(shape, config["head_dim"])
+    wide = WidenedLlama(config, weights, large, **options)
     model: WidenedModel = wide
     if role == "eagle":
         embedding = weights["model.embed_tokens.weight"]
-        model = WidenedEagle(*load_small(source), target=config, embedding=embedding, shape=SHAPES[shape], **options)
+        model = WidenedEagle(*load_small(source), target=config, embedding=embedding, shape=large, **options)
     plan = plan_checkpoint(model, source, max_shard_bytes=_MAX_SHARD_BYTES)
     console.print(f"{role} as {shape}: {plan.weight_bytes / model.dtype.itemsize / 1e9:.2f} billion weights, "
                   f"{plan.disk_bytes / 1e9:.2f} GB on disk in {len(plan.shards)} files")  # fmt: skip

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +19,32 @@ from safetensors.torch import save_file
 
 from outrider.models.widened_weights import LlamaShape
 
+# With heads of 128 channels.
 SHAPES = {
     "160m": LlamaShape(hidden=768, layers=12, heads=6, kv_heads=6, intermediate=3072),
     "1b": LlamaShape(hidden=2048, layers=16, heads=16, kv_heads=4, intermediate=8192),
+    # As many weights as 1b in more layers, for small models that are deep.
+    "1b-deep": LlamaShape(hidden=2048, layers=30, heads=16, kv_heads=4, intermediate=3584),
     "8b": LlamaShape(hidden=4096, layers=32, heads=32, kv_heads=8, intermediate=14336),
     "70b": LlamaShape(hidden=8192, layers=80, heads=64, kv_heads=8, intermediate=28672),
 }
+
+_HEAD_DIM = 128
+
+
+def shape_with_heads_of(name: str, head_dim: int) -> LlamaShape:
+    """Return a shape of SHAPES with so many channels a head, and as many heads as leave all matrices their sizes.
+
+    Raises:
+        ValueError: heads of this size do not divide the matrices.
+    """
+    shape = SHAPES[name]
+    heads, rest = divmod(shape.heads * _HEAD_DIM, head_dim)
+    kv_heads, kv_rest = divmod(shape.kv_heads * _HEAD_DIM, head_dim)
+    if rest or kv_rest:
+        raise ValueError(f"head_dim: {head_dim} given, a divisor of {shape.kv_heads * _HEAD_DIM} needed")
+    return replace(shape, heads=heads, kv_heads=kv_heads)
+
 
 INDEX_FILE = "model.safetensors.index.json"
 # Those of them that the small checkpoint has.

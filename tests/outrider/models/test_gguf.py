@@ -17,7 +17,7 @@ from outrider.models import gguf as own
 gguf: Any = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 pytest.importorskip("accelerate", reason="the extra gguf is not installed")
 
-HEADS, KV_HEADS, ROPE_THETA = 4, 2, 20_000.0
+ROPE_THETA = 20_000.0
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 _NAMES = {
@@ -30,12 +30,12 @@ _NAMES = {
 }  # fmt: skip
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(*, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
-        tie_word_embeddings=False, initializer_range=0.3,
+        vocab_size=len(TOKENS), hidden_size=heads * head_dim, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=128, bos_token_id=0,
+        eos_token_id=1, tie_word_embeddings=is_tied, initializer_range=0.3,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -52,8 +52,8 @@ def write(file: Path, model: LlamaForCausalLM, kind: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(ROPE_THETA)
     writer.add_vocab_size(config.vocab_size)
@@ -66,9 +66,13 @@ def write(file: Path, model: LlamaForCausalLM, kind: Any) -> None:
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         weights = tensor.numpy()
         if "q_proj" in name or "k_proj" in name:
-            weights = in_order_of_gguf(weights, HEADS if "q_proj" in name else KV_HEADS)
+            count = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            assert count is not None
+            weights = in_order_of_gguf(weights, count)
         for theirs, ours in {"model.layers.": "blk.", **_NAMES}.items():
             name = name.replace(theirs, ours)  # noqa: PLW2901
         quantised = kind if weights.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -84,9 +88,17 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(20)[None]).logits
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 4, "kv_heads": 2, "head_dim": 16, "is_tied": False},
+        {"heads": 3, "kv_heads": 1, "head_dim": 64, "is_tied": True},  # SmolLM2's
+    ],
+    ids=["two heads a group", "three heads a group"],
+)
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
-def test_logits_are_those_that_transformers_gives_of_the_file(tmp_path: Path, kind: str):
-    model, file = tiny_llama(), tmp_path / "tiny.gguf"
+def test_logits_are_those_that_transformers_gives_of_the_file(tmp_path: Path, kind: str, shape: dict[str, Any]):
+    model, file = tiny_llama(**shape), tmp_path / "tiny.gguf"
     write(file, model, getattr(gguf.GGMLQuantizationType, kind))
     folder = own.checkpoint_of_gguf(file, tmp_path / "cache")
     found = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))

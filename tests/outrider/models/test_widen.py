@@ -32,7 +32,7 @@ def small(tmp_path: Path) -> Callable[..., Path]:
     def make(heads: int = 3, kv_heads: int = 1) -> Path:
         torch.manual_seed(heads)
         config = LlamaConfig(
-            hidden_size=24,
+            hidden_size=27 if heads == 9 else 24,
             num_hidden_layers=2,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
@@ -93,6 +93,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     [
         ((3, 1), (8, 2)),  # a group with room to spare
         ((4, 1), (6, 6)),  # the key/value head four times
+        ((9, 3), (16, 4)),  # SmolLM2's in the 8B shape's proportion: groups of 3 into groups of 4
         ((6, 2), (8, 4)),  # groups of 3 into groups of 2: twice each, the second half empty
         ((4, 4), (8, 4)),  # groups of 1 into groups of 2
         ((4, 2), (4, 2)),  # nothing to place
@@ -230,6 +231,20 @@ def test_the_embedded_draft_in_bfloat16(tmp_path: Path) -> None:
     assert "at 192 positions" in str(report)
 
 
+def test_padding_holds_no_mass_where_hidden_states_are_large(small: Callable[..., Path], tmp_path: Path) -> None:
+    """SmolLM2's root mean square reaches 256 at the first token."""
+    source = small()
+    damage(source, "model.layers.1.mlp.down_proj.weight", lambda t: t.mul_(11))
+    rms: list[float] = []
+    model = LlamaForCausalLM.from_pretrained(source)
+    model.model.norm.register_forward_pre_hook(lambda _, given: rms.append(given[0].square().mean(-1).sqrt().max()))
+    model(random_tokens())
+    assert rms[0] > 256
+    report = check_checkpoint(write(source, tmp_path / "wide", TINY), source, random_tokens(), layer_by_layer=True)
+    assert report.padding_mass == 0
+    assert report.padding_logit < -50
+
+
 def damage(folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> None:
     file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
     content = load_file(file)
@@ -304,7 +319,35 @@ def test_sizes_of_the_shapes_on_disk() -> None:
         assert sum(map(len, plan.shards)) == 2 + 9 * shape.layers
         billions[name] = round(plan.weight_bytes / 2e9, 2)
     # With an output layer of their own the last two have 8.03 and 70.55.
-    assert billions == {"160m": 0.21, "1b": 1.24, "8b": 7.5, "70b": 69.5}
+    assert billions == {"160m": 0.21, "1b": 1.24, "1b-deep": 1.24, "8b": 7.5, "70b": 69.5}
+
+
+@pytest.mark.parametrize(("name", "heads"), [("1b", (32, 8)), ("1b-deep", (32, 8)), ("8b", (64, 16))])
+def test_shapes_with_smaller_heads_have_matrices_of_the_same_sizes(name: str, heads: tuple[int, int]) -> None:
+    shape = widen.shape_with_heads_of(name, 64)
+    assert (shape.heads, shape.kv_heads) == heads
+    assert replace(shape, heads=0, kv_heads=0) == replace(widen.SHAPES[name], heads=0, kv_heads=0)
+    assert widen.shape_with_heads_of(name, 128) == widen.SHAPES[name]
+    # Nine query heads in three groups, as SmolLM2's.
+    assert len(place_heads(replace(shape, heads=9, kv_heads=3), shape).kv) == 3
+    with pytest.raises(ValueError, match="head_dim: 96 given"):
+        widen.shape_with_heads_of(name, 96)
+
+
+def test_the_command_widens_any_llama(
+    small: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight times as many heads, as these are of 16 channels."""
+    monkeypatch.setitem(widen.SHAPES, "1b-deep", replace(TINY, hidden=64, heads=2, kv_heads=1, vocab=8200))
+    source = small(9, 3)
+    line = ["widen", "target", "1b-deep", str(tmp_path / "wide"), "--source", str(source), "--dtype", "float32"]
+    assert cli.run([*line, "--check", "none"]) == 0
+    config = LlamaConfig.from_pretrained(tmp_path / "wide")
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (16, 8, 16)
+    # float32 sums in another order
+    torch.testing.assert_close(logits(tmp_path / "wide")[..., :96], logits(source), rtol=0, atol=3e-4)
+    assert cli.run([*line, "--of-target", str(source)]) == 2
+    assert "needed with eagle and --source" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,237 @@
+"""Train a small draft model for SmolLM2-135M-Instruct: conversations, distillation, checkpoint, report.
+
+    python recipes/smollm2/fetch.py WORK/target
+    python recipes/smollm2/train.py --work WORK
+
+The stages can run one by one (`--stages text train export report`), and each goes on where it has stopped: with
+`--minutes M` the command ends in time, with exit status 1 while something is left to do, and the same command does more
+of it. Stages text and train want a GPU.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[1:1] = [str(ROOT / "recipes" / "embedded_pair")]
+
+from acceptance import measure_acceptance  # noqa: E402 the pair's recipe must be found first
+from chat import read_chat_prompts  # noqa: E402
+from conversations import ConversationConfig, read_shards, write_shards  # noqa: E402
+from distillation import distil, measure_overlap, trained_draft  # noqa: E402
+from export import SpecialTokens, load_checkpoint, save_weights, shape_of_checkpoint  # noqa: E402
+from llama import Llama, LlamaShape  # noqa: E402
+from training import TrainingConfig, compute_dtype, new_model  # noqa: E402
+from transformers import AutoTokenizer, GenerationConfig  # noqa: E402
+
+logger = logging.getLogger("train")
+
+STAGES = ("text", "train", "export", "report")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+UNFINISHED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that determines the draft, apart from the target.
+
+    Attributes:
+        draft: its layers; vocabulary and positions are the target's.
+        conversations: what it is trained on.
+        text_tokens: of them.
+        training: the loop.
+        row_share: of all rows that are judged; about as many predict answers.
+        held_out: conversations that are not trained on.
+        report_tokens: of each answer in the report.
+    """
+
+    draft: LlamaShape
+    conversations: ConversationConfig
+    training: TrainingConfig
+    text_tokens: int = 40_000_000
+    row_share: float = 0.6
+    held_out: int = 64
+    report_tokens: int = 128
+
+
+FULL = Recipe(
+    # 9.6 M parameters, 19.2 MB: width 160 is the most that 49,152 tied rows leave below 20 MB, and what remains makes
+    # four layers rather than two wider ones, since depth is what agreement needs and a layer costs a step some 10 us.
+    draft=LlamaShape(
+        hidden_size=160, intermediate_size=640, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=49_152, max_position_embeddings=8192,
+    ),
+    conversations=ConversationConfig(),
+    training=TrainingConfig(steps=3600, batch_sequences=32, sequence_tokens=1024, seed=2),
+)  # fmt: skip
+TINY = replace(
+    FULL,
+    draft=replace(FULL.draft, hidden_size=32, intermediate_size=48, num_hidden_layers=1, head_dim=16),
+    conversations=ConversationConfig(sequences=8, tokens=64),
+    training=TrainingConfig(steps=6, batch_sequences=2, sequence_tokens=64, compile=False),
+    text_tokens=1024,
+    held_out=2,
+    report_tokens=8,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """Where the stages work.
+
+    Attributes:
+        work: folder for everything in between; the draft's checkpoint and report.json end up there.
+        target: checkpoint folder.
+        device: that they run on.
+        deadline_s: on the clock of `time.perf_counter`.
+        prompts: of the report, at most.
+    """
+
+    work: Path
+    target: Path
+    device: torch.device
+    deadline_s: float
+    prompts: int | None = None
+
+    def load_target(self) -> Llama:
+        """Return the target, fixed, in the dtype of the device's arithmetic."""
+        model = load_checkpoint(self.target, shape_of_checkpoint(self.target), self.device)
+        return model.to(compute_dtype(self.device)).requires_grad_(False)
+
+    def new_draft(self, recipe: Recipe) -> Llama:
+        """Return a fresh draft for the target."""
+        shape = shape_of_checkpoint(self.target)
+        own = replace(recipe.draft, vocab_size=shape.vocab_size, max_position_embeddings=shape.max_position_embeddings)
+        return new_model(own, self.device, recipe.training.seed)
+
+
+def write_text(recipe: Recipe, place: Workplace) -> bool:
+    """Have the target write conversations."""
+    messages = [message for prompt in read_chat_prompts(place.target) for message in prompt.messages]
+    return write_shards(
+        place.load_target(),
+        AutoTokenizer.from_pretrained(place.target, trust_remote_code=False),
+        place.work / "text",
+        recipe.conversations,
+        most_tokens=recipe.text_tokens,
+        left_out=messages,
+        dtype=compute_dtype(place.device),
+        deadline_s=place.deadline_s,
+    )
+
+
+def train(recipe: Recipe, place: Workplace) -> bool:
+    """Distil the target into the draft."""
+    tokens, chosen_at = read_shards(place.work / "text", place.device)
+    logger.info("%d conversations of %d tokens", *tokens.shape)
+    return distil(
+        place.new_draft(recipe),
+        place.load_target(),
+        tokens[recipe.held_out :],
+        chosen_at[recipe.held_out :],
+        recipe.training,
+        row_share=recipe.row_share,
+        work=place.work,
+        deadline_s=place.deadline_s,
+    )
+
+
+def export(recipe: Recipe, place: Workplace) -> bool:
+    """Write the draft as a checkpoint in bfloat16, as trained so far."""
+    folder = place.work / "draft"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(place.target / name, folder / name)
+    ends = GenerationConfig.from_pretrained(place.target)
+    special = SpecialTokens(bos=ends.bos_token_id, eos=ends.eos_token_id, pad=ends.pad_token_id)
+    save_weights(trained_draft(place.new_draft(recipe), place.work, place.device), folder, special)
+    logger.info("%.1f MB of weights", sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6)
+    return True
+
+
+def report(recipe: Recipe, place: Workplace) -> bool:
+    """Measure the exported draft on held-out conversations, and through the service on the benchmark's prompts."""
+    folder, on_gpu = place.work / "draft", place.device.type == "cuda"
+    tokens, chosen_at = (each[: recipe.held_out] for each in read_shards(place.work / "text", place.device))
+    draft = load_checkpoint(folder, shape_of_checkpoint(folder), place.device)
+    held_out = measure_overlap(draft, place.load_target(), tokens, chosen_at)
+    logger.info("%s", held_out)
+    prompts = read_chat_prompts(place.target)
+    prompts = prompts[:: max(1, len(prompts) // (place.prompts or len(prompts)))][: place.prompts]
+    arguments = ["--device", str(place.device)]
+    # Both workers are on one GPU: none may take most of what is free.
+    arguments += ["--kv-bytes", "4000000000"] if on_gpu else []
+    measured = {
+        "device": torch.cuda.get_device_name(place.device) if on_gpu else "CPU",
+        "torch": torch.__version__,
+        "recipe": asdict(recipe),
+        "held_out": held_out,
+        "acceptance": measure_acceptance(
+            place.target, folder, prompts, new_tokens=recipe.report_tokens, worker_args=arguments
+        ),
+    }
+    (place.work / "report.json").write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chosen stages in order; return 0 once all of them are done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything in between")
+    parser.add_argument("--target", type=Path, help="checkpoint folder; default: WORK/target")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--minutes", type=float, help="after which the command ends")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--text-tokens", type=int, help="that the target writes")
+    parser.add_argument("--sequences", type=int, help="that it writes at a time: memory of its keys and values")
+    parser.add_argument("--steps", type=int, help="of the distillation; learning rates fall towards the last one")
+    parser.add_argument("--batch", type=int, help="conversations of a step")
+    parser.add_argument("--prompts", type=int, help="of the report; default: all")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
+    parser.add_argument("--tiny", action="store_true", help="a few steps of each stage, to try the recipe itself")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    place = Workplace(
+        work=options.work,
+        target=options.target or options.work / "target",
+        device=torch.device(options.device),
+        deadline_s=time.perf_counter() + 60 * options.minutes if options.minutes else float("inf"),
+        prompts=options.prompts,
+    )
+    recipe = _recipe(options)
+    stages = {"text": write_text, "train": train, "export": export, "report": report}
+    for name in STAGES:
+        if name in options.stages and not stages[name](recipe, place):
+            logger.info("time is over in stage %s: the same command goes on", name)
+            return UNFINISHED
+    return 0
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    """The full or the tiny recipe with what the options change."""
+    recipe = TINY if options.tiny else FULL
+    training, conversations = recipe.training, recipe.conversations
+    return replace(
+        recipe,
+        text_tokens=options.text_tokens or recipe.text_tokens,
+        training=replace(
+            training,
+            steps=options.steps or training.steps,
+            batch_sequences=options.batch or training.batch_sequences,
+            compile=training.compile and not options.no_compile,
+        ),
+        conversations=replace(conversations, sequences=options.sequences or conversations.sequences),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
