@@ -40,9 +40,10 @@ class DeployConfig:
         draft_model: the model that drafts, of the target's tokenizer: named likewise. Default the embedded draft beside
             the embedded target; beside any other, n-grams draft.
         drafter_placement: where the draft model runs: worker, in draft workers; resident, inside each target worker and
-            on its device, with `drafts` 0; both. Where one GPU holds both models, resident has only steps that pay.
+            on its device; both. Where one GPU holds both models, resident has only steps that pay.
         targets: number of target workers.
-        drafts: number of draft workers at the start; 0 decodes without speculation.
+        drafts: number of draft workers at the start, none where the drafter is resident; with 0 of them, and no
+            resident one, nothing is speculated.
         min_drafts: fewest draft workers that the deployment scales itself to; with `max_drafts`.
         max_drafts: most draft workers that the deployment scales itself to, by demand; by default it keeps `drafts`.
         drafts_per_session: draft workers of each source that grow one choice's tree, where there are so many.
@@ -360,8 +361,10 @@ class DeployConfig:
         placement = self.drafter_placement
         if placement != "worker" and self.target_model is not None and self.draft_model is None:
             raise ValueError(f"drafter_placement: {placement} given, with draft_model needed")
-        if placement == "resident" and (self.drafts or self.max_drafts):
-            raise ValueError("drafter_placement: resident given, with drafts 0 needed (both has draft workers besides)")
+        if placement == "resident":
+            if self.max_drafts:
+                raise ValueError("drafter_placement: resident given, which has no draft workers to scale: take both")
+            object.__setattr__(self, "drafts", 0)
 
     def _check_security(self) -> None:
         missing = [name for name in ("certs", "token_file") if getattr(self, name) is None]

@@ -120,11 +120,12 @@ def test_a_resident_draft_is_an_option_of_the_target():
         return target_config(DeployConfig(**options), setting, host="127.0.0.1").draft_model
 
     assert draft_of() is None
-    assert draft_of(drafter_placement="resident", drafts=0) == embedded_draft_path()
+    assert draft_of(drafter_placement="resident") == embedded_draft_path()
     pair = {"target_model": "/models/large", "draft_model": "/models/small"}
     assert draft_of(drafter_placement="both", **pair) == Path("/models/small")
-    with pytest.raises(ValueError, match="drafter_placement: resident given, with drafts 0 needed"):
-        DeployConfig(drafter_placement="resident")
+    assert DeployConfig(drafter_placement="resident").drafts == 0
+    with pytest.raises(ValueError, match="drafter_placement: resident given, which has no draft workers to scale"):
+        DeployConfig(drafter_placement="resident", max_drafts=2)
     with pytest.raises(ValueError, match="drafter_placement: both given, with draft_model needed"):
         DeployConfig(drafter_placement="both", target_model="/models/large")
 
