@@ -1,10 +1,10 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [one-gpu] [pool] [rounds]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [one-gpu] [four-gpus] [pool] [rounds]
 #
-# Without names everything but the last two, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end
-# and replicas. Only by name: pool, the candidate pool's tests, sanitizers and figures (four minutes); rounds, a target's
+# Without names everything but the last three, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end
+# and replicas. Only by name: four-gpus (ten minutes); pool, the candidate pool's tests, sanitizers and figures (four minutes); rounds, a target's
 # rounds in process (eight).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).

@@ -98,7 +98,7 @@ class Plan:
 
     Attributes:
         sessions, temperatures, modes: of the cells that are compared with each other.
-        setups: of the cells; the first with one target is the one that the others are compared with.
+        setups: of the cells; the first with one target and a drafter is what the others are compared with.
         baselines_at: temperatures of the other setups.
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
@@ -121,7 +121,7 @@ class Plan:
     @property
     def base(self) -> Setup | None:
         """The setup that the others are compared with."""
-        return next((setup for setup in self.setups if setup.targets == 1), None)
+        return next((setup for setup in self.setups if setup.targets == 1 and setup.can_draft), None)
 
 
 def cells_of(plan: Plan) -> list[Cell]:

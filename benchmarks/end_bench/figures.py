@@ -162,11 +162,11 @@ def _loads(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> li
 
 def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
     """Tokens per second of each, relative to `off` with one target at the same load in the same turn."""
-    plain = {
-        (one.cell.turn, one.cell.sessions, one.cell.temperature): one.tokens_per_s
-        for one in cells
-        if one.cell.mode == "off" and one.cell.setup.targets == 1
-    }
+    plain: dict[tuple[int, int, float], float] = {}
+    for one in cells:
+        if one.cell.mode == "off" and one.cell.setup.targets == 1:
+            # The first is that of the setup that others are compared with.
+            plain.setdefault((one.cell.turn, one.cell.sessions, one.cell.temperature), one.tokens_per_s)
     rates = [plain.get((one.cell.turn, one.cell.sessions, one.cell.temperature)) for one in cells]
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]
 

@@ -133,11 +133,17 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     on_gpu = options.device != "cpu"
     if options.setups is None:
         options.setups = ["1+1", "shared", "0+2"] if on_gpu else ["1+1"]
-    try:
-        plan_of(options)
-    except ValueError as error:
-        parser.error(f"--setups: {error}")
+    _check_setups(parser, options)
     if options.kv_bytes is None and on_gpu:
         # Several workers share a GPU: none may take what is free.
         options.kv_bytes = 16 << 30
     return options
+
+
+def _check_setups(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    try:
+        most = max(setup.targets for setup in plan_of(options).setups)
+    except ValueError as error:
+        parser.error(f"--setups: {error}")
+    if options.target_gpus > 1 and options.target_gpus * most > options.gpus:
+        parser.error(f"--target-gpus: {options.target_gpus} for each of {most} targets, there are {options.gpus}")

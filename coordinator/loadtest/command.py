@@ -116,7 +116,7 @@ def show(runs: Sequence[Run], console: Console) -> None:
         if warning := tables.client_warning(each.figures):
             console.print(f"[bold red]warning:[/] {warning}")
     if len(runs) > 1:
-        console.print(tables.sweep_table([each.figures for each in runs]))
+        console.print(tables.runs_table([each.figures for each in runs]))
 
 
 def write(config: LoadtestConfig, runs: Sequence[Run]) -> list[Path]:

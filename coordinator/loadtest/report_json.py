@@ -1,4 +1,4 @@
-"""The figures as JSON: one object a run, with the names of vLLM's `bench serve`; a sweep holds them under "runs"."""
+"""The figures as JSON: one object a run, with the names of vLLM's `bench serve`; several are held under "runs"."""
 
 import json
 import math

@@ -92,7 +92,7 @@ def latency_rows(figures: Figures, *, from_send: bool) -> list[tuple[str, ...]]:
     return [(title, *(f"{figures[f'{each}_{name}_ms']:.2f}" for each in STATISTICS)) for name, title in rows]
 
 
-def sweep_table(runs: Sequence[Figures]) -> Table:
+def runs_table(runs: Sequence[Figures]) -> Table:
     """One line a run; columns that no run has a figure for are left out."""
     table = Table(title="All runs; p50 / p99 in ms", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     columns: tuple[tuple[str, Callable[[Figures], str]], ...] = (

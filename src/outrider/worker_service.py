@@ -172,7 +172,7 @@ async def _serve(
     metrics: MetricsEndpoint | None = None
     in_order = is_hung = False
     try:
-        await asyncio.wrap_future(thread.ready)
+        await until_any(asyncio.wrap_future(thread.ready), asyncio.wrap_future(front.failed))
         loaded = worker.loaded()
         metrics = open_endpoint(loaded.metrics, host=config.metrics_host, port=config.metrics_port, tls=config.tls)
         await front.start()
@@ -195,15 +195,17 @@ async def _serve(
         is_hung = True
         raise
     finally:
-        await front.stop(drain=lambda: _leave(registrar, in_order=in_order))
-        # How it drains is read, too.
-        if metrics is not None:
-            await metrics.close()
-        if not is_hung:
-            thread.stop()
-            # What ended the thread, if anything did, has been raised above.
-            await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)
-            worker.close()
+        try:
+            await front.stop(drain=lambda: _leave(registrar, in_order=in_order))
+            # How it drains is read, too.
+            if metrics is not None:
+                await metrics.close()
+        finally:
+            if not is_hung:
+                thread.stop()
+                # What ended the thread, if anything did, has been raised above.
+                await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)
+                worker.close()
     logger.info("stopped")
 
 

@@ -3,9 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from outrider.drafting.config import GrowthConfig, step_defaults
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
+from outrider.engine.decoder_weights import weight_bytes
 from outrider.engine.kv_memory import KvNeighbour, KvShape, step_bytes
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.errors import CheckpointError
@@ -30,6 +33,9 @@ def draft_engine(target: EngineConfig, folder: Path, *, num_slots: int | None = 
         num_slots=None if num_slots is None else num_slots + _LIVE_NODES * target.max_num_seqs,
         max_tree_nodes=_LIVE_NODES,
         kv_cache_dtype="auto",
+        # Its own: it may be shorter than the target's.
+        max_model_len=None,
+        attention_backend=None,
         deterministic=False,
         tensor_parallel_size=1,
     )
@@ -44,11 +50,10 @@ def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
     engine = draft_engine(target, folder)
     spec, _ = read_checkpoint(engine)
     slot_bytes = KvShape(spec, engine).bytes_per_slot
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    weights = weight_bytes(spec, getattr(torch, engine.dtype_name))
     tree_bytes = _LIVE_NODES * target.max_num_seqs * slot_bytes
-    return KvNeighbour(
-        fixed_bytes=weights + step_bytes(engine, spec) + tree_bytes, bytes_per_slot=slot_bytes
-    )  # fmt: skip
+    fixed_bytes = weights + step_bytes(engine, spec) + tree_bytes
+    return KvNeighbour(fixed_bytes=fixed_bytes, bytes_per_slot=slot_bytes)
 
 
 def load_draft(target: ModelRunner, folder: Path) -> DraftModel:
@@ -57,14 +62,12 @@ def load_draft(target: ModelRunner, folder: Path) -> DraftModel:
     Raises:
         CheckpointError: the folder cannot be served, or is of another tokenizer than the target's.
     """
-    engine = replace(draft_engine(target.config, folder, num_slots=target.slots.num_slots), max_model_len=None)
+    engine = draft_engine(target.config, folder, num_slots=target.slots.num_slots)
     _, card = read_checkpoint(engine)
     check_fits(folder, card, target.info)
     longest = min(card.max_model_len, target.info.max_model_len)
     runner = ModelRunner(replace(engine, device=str(target.device), max_model_len=longest))
-    growth = GrowthConfig(
-        max_live_nodes=_LIVE_NODES, max_model_len=longest, **step_defaults(target.config.device)
-    )  # fmt: skip
+    growth = GrowthConfig(max_live_nodes=_LIVE_NODES, max_model_len=longest, **step_defaults(target.config.device))
     return DraftModel.of_runner(runner, growth)
 
 

@@ -139,6 +139,10 @@ class ResidentProgram(GrowthProgram):
             self._target, self._growth, self._growth_count, self._growth_verdicts, self._no_commits, self._num_none
         )  # fmt: skip
 
+    def _is_hosted(self, bucket: int) -> bool:
+        """See `GrowthProgram`: the host has no part."""
+        return False
+
     def warm_up(self) -> None:
         """See `GrowthProgram`."""
         if self.captures:
@@ -230,6 +234,7 @@ class ResidentModel:
         Returns:
             How many.
         """
+        sessions = [session for session in sessions if session.length < self.pool.max_len]
         count = min(self.pace.choose(len(sessions)), _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in sessions)
         for number in range(count):

@@ -109,7 +109,7 @@ def test_the_table_shows_both_latencies_where_a_cap_holds_requests_back():
 
 
 def test_a_sweep_has_a_line_a_run():
-    text = shown(tables.sweep_table([run().figures, run(rate=math.inf, speculation="off").figures]))
+    text = shown(tables.runs_table([run().figures, run(rate=math.inf, speculation="off").figures]))
     # The first comes in at a rate, 100 ms to the first token of each.
     assert re.search(r"async +2 +6 +1 .* 100 / 100 ", text)
     assert re.search(r"off +inf +6 +1 ", text)

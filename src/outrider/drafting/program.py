@@ -9,7 +9,7 @@
     append                  they join the trees
     report                  the host turns them into growth
 
-On a GPU a bucket's stages are one CUDA graph, launched one ahead; in a second one penalties, bias and bans change the
+On a GPU a bucket's stages are one CUDA graph, launched ahead; in a second one penalties, bias and bans change the
 logits before children are ranked. Sessions whose children depend on more than ranked logits (a grammar, another rule)
 have the host choose children between forward and append: `begin` and `end` are launched apart then.
 

@@ -119,6 +119,8 @@ class PackedForward:
         """
         if self._trims:
             count = int(packed.query_start[-1]) if count is None else count
+            if not count:
+                return torch.zeros((len(rows), self._decoder.spec.vocab_size), dtype=self.dtype, device=table.device)
             sessions = int((packed.pool_rows >= 0).sum())
             slots = table[packed.pool_rows[:sessions].long(), : int(packed.key_len[:sessions].max())]
         else:

@@ -77,6 +77,8 @@ class Front:
             "most_waiting": most_waiting,
         }
         self.failed: Future[None] = Future()
+        # It is waited for more than once, and running futures cannot be cancelled by whoever stops.
+        self.failed.set_running_or_notify_cancel()
         self.data, self._their_data = socket.socketpair()
         for end in (self.data, self._their_data):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -119,13 +121,16 @@ class Front:
     async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
         """Health NOT_SERVING, then the drain, then every call ends after what it has to send, and the process."""
         self._is_stopping = True
+        answers = False
         with contextlib.suppress(WorkerUnavailable):
             await self._ask("leave", _STOP_TIMEOUT_S)
+            answers = True
         await drain()
         with contextlib.suppress(WorkerUnavailable, TimeoutError):
-            await self._ask("end calls", _STOP_TIMEOUT_S)
-            assert self._reader is not None
-            await asyncio.wait_for(self._reader, _STOP_TIMEOUT_S)
+            if answers:
+                await self._ask("end calls", _STOP_TIMEOUT_S)
+                assert self._reader is not None
+                await asyncio.wait_for(self._reader, _STOP_TIMEOUT_S)
         self._end()
 
     def share_cores(self) -> None:

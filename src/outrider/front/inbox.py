@@ -37,8 +37,8 @@ class Inbox(Generic[CommandT]):
         self._given.extend(commands)
         try:
             self._wake.send(b"\0")
-        except BlockingIOError:
-            # Nobody has looked for long, and will at the first of those that are there.
+        except OSError:
+            # Full: nobody has looked for long, and will at the first of those that are there. Closed: nobody will.
             return
 
     def take(self, timeout_s: float | None = 0.0) -> list[CommandT]:

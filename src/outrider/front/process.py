@@ -38,8 +38,8 @@ _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
 class Relay(asyncio.Protocol):
     """Calls of coordinators on one side, frames on the other.
 
-    A coordinator may give and yet not read. What it reads late is of times long past, and costs it as much. So where a
-    stream is not read, its sessions rest until what waits has left. And what the worker does not read is not read here.
+    A coordinator may send without reading. Sessions of a stream that is not read rest until its waiting messages have
+    left. What the worker does not read is not read here.
 
     Args:
         service: full name.

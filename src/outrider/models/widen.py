@@ -57,6 +57,8 @@ _SMALL_FILES_BYTES = 4 << 20
 def load_small(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """config.json and all tensors of a checkpoint that fits into memory."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "num_attention_heads" in config:
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
