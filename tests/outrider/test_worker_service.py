@@ -38,6 +38,7 @@ class IdleFront:
 
     def __init__(self, metrics_port: int) -> None:
         self.failed: Future[None] = Future()
+        self.failed.set_running_or_notify_cancel()
         self._url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.at_the_end = ""
 
