@@ -52,7 +52,7 @@ class SavedState:
         self._written = b""
 
     def read(self) -> dict[str, Any] | None:
-        """What was written last; None where nothing was."""
+        """The last thing written; None where nothing was."""
         packed = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
         return None if packed is None else json.loads(packed)
 
@@ -64,7 +64,7 @@ class SavedState:
             self._written = packed
 
     def forget(self) -> None:
-        """Of what has ended nothing is kept."""
+        """Nothing is kept of what has ended."""
         internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
 
 

@@ -83,7 +83,7 @@ def size_of(rows: int) -> int:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has oneDNN and the operators used here, and this processor multiplies the dtype."""
+    """True if this build of torch has oneDNN and the operators used here, and this processor multiplies the dtype."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return False
     is_wide = dtype == torch.float32

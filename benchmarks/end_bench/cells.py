@@ -47,7 +47,7 @@ class Setup:
 
     @property
     def can_draft(self) -> bool:
-        """Whether anything drafts."""
+        """True if anything drafts."""
         return self.drafts > 0 or self.is_resident
 
 

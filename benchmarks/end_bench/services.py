@@ -34,7 +34,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """Of its process."""
+        """The name of its process."""
         return f"{'resident' if self.is_resident else self.role}-{self.gpus[0]}"
 
 

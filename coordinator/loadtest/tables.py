@@ -1,4 +1,4 @@
-"""What a load test prints when it is over, and its report says."""
+"""Tables that a load test prints when it is over, and puts into its report."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -63,7 +63,7 @@ class WeightsGate:
         self.is_held = False
 
     def fits(self, weights: str) -> bool:
-        """Whether what began with these weights may go on."""
+        """True if a session that began with these weights may go on."""
         return not weights or not self.version or weights == self.version
 
     def check(self, weights: str) -> None:
@@ -76,7 +76,7 @@ class WeightsGate:
             raise self.refusal(weights)
 
     def refusal(self, weights: str) -> WeightsReplaced:
-        """What whoever began with these weights is told."""
+        """The message to a client whose session began with these weights."""
         return WeightsReplaced(
             f"weights were replaced: the service runs with {self.version}, and the request began with {weights}; the "
             "tokens delivered stay valid, ask anew for an answer of the new ones"

@@ -80,7 +80,7 @@ def read_text(recipe: Recipe, work: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """What a head is trained and measured on.
+    """Texts that a head is trained and measured on.
 
     Attributes:
         windows: endless batches, as `run_loop` takes them.

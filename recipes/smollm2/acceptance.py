@@ -1,4 +1,4 @@
-"""What a drafter is worth on the prompts of `outrider bench`: tokens that a verification commits, by category.
+"""Worth of a drafter on the prompts of `outrider bench`: tokens that a verification commits, by category.
 
 The service itself measures it, in sync mode: every tree is grown to its size before it is verified, so that figures do
 not depend on how fast draft and target are.

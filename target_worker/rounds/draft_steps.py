@@ -1,4 +1,4 @@
-"""How many growth steps of a resident drafter pay before a round.
+"""The number of growth steps of a resident drafter that pay before a round.
 
 A step pays while the nodes that it adds bring more tokens than the target commits in the time of the step:
 
@@ -28,7 +28,7 @@ _EXPLORED, _MOST_SAVED_STEPS = 0.01, 4
 
 
 class DraftSteps:
-    """What steps and rounds have brought, and how many steps follow from that."""
+    """Averages of what steps and rounds have brought, and the number of steps that follows from them."""
 
     def __init__(self) -> None:
         self._values = [_PRIOR_DECAY**number for number in range(MOST_STEPS)]

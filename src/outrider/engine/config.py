@@ -129,7 +129,7 @@ class EngineConfig:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured in CUDA graphs: other attention than Triton's waits for the host."""
+        """True if steps are captured in CUDA graphs: other attention than Triton's waits for the host."""
         return self.attention_backend_name == "triton" and not self.enforce_eager
 
 

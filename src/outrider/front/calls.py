@@ -44,7 +44,7 @@ class Call:
 
 
 class CallHandler(Protocol[CommandT_co]):
-    """What becomes of one call; used on the thread that reads the frames."""
+    """Handler of one call; used on the thread that reads the frames."""
 
     def take(self, data: bytes) -> Sequence[CommandT_co]:
         """Return the commands of a message."""

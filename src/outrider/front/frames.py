@@ -1,4 +1,4 @@
-"""What passes between a worker's two processes: frames over a socket pair, one a message of a call.
+"""Frames between a worker's two processes: over a socket pair, one a message of a call.
 
 The front process speaks gRPC, the thread that owns the model speaks frames. A frame is a header, that is length of the
 payload, kind and number of the call, and the payload, which the front process does not look into.
@@ -11,7 +11,7 @@ _HEADER = struct.Struct("<IBI")
 
 
 class Kind(IntEnum):
-    """Of a frame."""
+    """Kind of a frame."""
 
     OPENED = 1
     """To the thread: a coordinator calls; the payload is the method's place among the service's, in one byte, and the

@@ -166,13 +166,13 @@ class Relay(asyncio.Protocol):
 
 
 class _Control:
-    """What the worker tells, and what it is answered."""
+    """The worker's orders, and the answers to them."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def next(self) -> Any:
-        """What it is told next; ends the process where nobody is left to tell anything, or to say goodbye to."""
+        """Return the next order; end the process where nobody is left to give one, or to say goodbye to."""
         line = await self._reader.readline()
         if not line:
             os._exit(1)

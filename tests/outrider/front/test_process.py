@@ -1,4 +1,4 @@
-"""What the front process tells its worker of streams whose answers are not read; no gRPC is spoken."""
+"""Messages of the front process about streams whose answers are not read; no gRPC is spoken."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -88,7 +88,7 @@ class Streams:
 
     @property
     def told(self) -> list[tuple[Kind, int]]:
-        """What the worker was told of holds since it was last asked."""
+        """The holds that the worker was told of since it was last asked."""
         told = [frame for frame in self.pipe.sent if frame[0] in (Kind.HELD, Kind.RESUMED, Kind.LEFT)]
         self.pipe.sent.clear()
         return told

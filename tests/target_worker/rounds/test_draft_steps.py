@@ -1,4 +1,4 @@
-"""How many growth steps run, in a world whose law is known: those that pay, and next to none where none does."""
+"""Growth steps in a world whose law is known: those that pay run, and next to none where none does."""
 
 from dataclasses import dataclass
 
