@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.recipes.importing import import_train
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,20 +17,13 @@ from outrider.engine.eagle import EagleHead, load_eagle_head
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
 from outrider.models import embedded_eagle_path, embedded_target_path
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 HIDDEN, VOCAB, LENGTH, STEPS = 32, 61, 9, 4
 
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The recipe's `train` module; it finds its neighbours as a script does."""
-    for folder in ("embedded_pair", "eagle"):
-        monkeypatch.syspath_prepend(str(RECIPES / folder))
-    before = set(sys.modules)
-    yield importlib.import_module("train")
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(RECIPES)):
-            del sys.modules[name]
+    yield from import_train(monkeypatch, "embedded_pair", "eagle")
 
 
 def small_head(recipe: Any, *, kv_heads: int = 2) -> Any:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.recipes.importing import import_train
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}"
@@ -26,13 +25,7 @@ TEMPLATE = (
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The recipe's `train` module; it finds its neighbours as a script does."""
-    for folder in ("embedded_pair", "smollm2"):
-        monkeypatch.syspath_prepend(str(RECIPES / folder))
-    before = set(sys.modules)
-    yield importlib.import_module("train")
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(RECIPES)):
-            del sys.modules[name]
+    yield from import_train(monkeypatch, "embedded_pair", "smollm2")
 
 
 @pytest.fixture(scope="module")
