@@ -43,7 +43,7 @@ class DraftWorkerConfig:
         max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
         max_live_nodes: most nodes of one session's tree, whatever its credit.
-        max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 64 on a GPU.
+        max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 128 on a GPU.
         max_session_nodes: of these, most of one session: with more a step takes longer, and a tree is less deep by the
             time that it is asked for.
         max_step_tokens: most prefill tokens of one step.

@@ -18,7 +18,7 @@ def test_defaults_serve_the_embedded_draft_on_loopback():
 
 
 def test_a_gpu_grows_wider_steps():
-    assert DraftWorkerConfig(device="cuda").growth(max_model_len=9).max_step_nodes == 64
+    assert DraftWorkerConfig(device="cuda").growth(max_model_len=9).max_step_nodes == 128
     assert DraftWorkerConfig().growth(max_model_len=9).max_step_nodes == 8
     assert DraftWorkerConfig(device="cuda", max_session_nodes=5).growth(max_model_len=9).max_session_nodes == 5
     assert DraftWorkerConfig(device="cuda", max_step_nodes=5).growth(max_model_len=9).max_step_nodes == 5

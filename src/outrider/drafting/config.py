@@ -5,7 +5,7 @@ from typing import Any
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
 _CPU_STEPS: dict[str, Any] = {"max_step_nodes": 8, "min_path_value": 0.03}
-_GPU_STEPS: dict[str, Any] = {"max_step_nodes": 64, "min_path_value": 0.003}
+_GPU_STEPS: dict[str, Any] = {"max_step_nodes": 128, "min_path_value": 0.003}
 
 
 def step_defaults(device: str) -> dict[str, Any]:

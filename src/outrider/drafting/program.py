@@ -96,7 +96,7 @@ def growth_buckets(config: GrowthConfig, sessions: int, *, on_gpu: bool) -> list
         return [Bucket(rows=rows, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
     found: dict[Bucket, None] = {}
     for rows in (*(rung for rung in _RUNGS if rung < widest), widest):
-        for fitting in (1, 16, sessions):
+        for fitting in (1, 16, 64, sessions):
             if fitting <= min(rows, sessions) and not (fitting == 1 and rows > most + SHORT_GAP):
                 found[Bucket(rows=rows, sessions=fitting, most=min(most, rows), entries=min(entries, rows))] = None
     return [*found, Bucket(rows=chunk + widest, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]

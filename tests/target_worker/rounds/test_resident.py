@@ -239,17 +239,19 @@ def test_lost_growth_makes_the_drafter_begin_anew(checkpoint: Path, reference_mo
     wanted = plain_decode(reference_model, PROMPT, spec).tokens
     driver = Driver(resident.loop)
     decoded = driver.open(1, spec, wanted, no_tree)
-    # Another's nodes below a path that takes several rounds: no room for what the drafter grows there.
-    filling = [token for token in range(61) if token != wanted[6]][:26]
-    driver.grow(1, (wanted[:6] + filling, [0, 1, 2, 3, 4, 5, *[6] * 26]), as_of=len(PROMPT))
-    was_lost = False
+    lost, was_lost = resident.program.pool.lost, False
     while resident.loop.has_work:
+        if not was_lost:
+            # Another's nodes below a path that takes several rounds: no room for what the drafter grows there.
+            known = len(decoded.tokens)
+            path = wanted[known : known + 12]
+            filling = [token for token in range(61) if [token] != wanted[known + 12 : known + 13]][:30]
+            driver.grow(1, (path + filling, [*range(12), *[12] * 30]), as_of=len(PROMPT) + known)
         driver.turn()
-        was_lost |= bool(resident.program.pool.lost[:, resident.drafter.place].any())
+        was_lost |= bool(lost[:, resident.drafter.place].any())
     assert decoded.tokens == wanted
-    assert was_lost and not resident.program.pool.lost[:, resident.drafter.place].any()
-    assert all(result.lost == 0 for result in decoded.results)
-    assert all(result.accepted >= 2 for result in decoded.results[8:])
+    assert was_lost and not lost[:, resident.drafter.place].any()
+    assert sum(result.accepted for result in decoded.results[-8:]) >= 12
     resident.check_empty()
 
 

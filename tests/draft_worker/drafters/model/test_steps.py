@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror
 
-from outrider.drafting.config import GrowthConfig
+from outrider.drafting.config import GrowthConfig, step_defaults
+from outrider.drafting.program import growth_buckets
 from outrider.sampling import SamplingSpec
 
 WIDE: dict[str, Any] = {"max_live_nodes": 400, "max_depth": 30}
@@ -33,6 +34,16 @@ def test_each_step_expands_the_best_nodes_of_all_sessions():
             if node.context in mirror.expanded and node.context not in before
         ]
         assert sorted(taken, reverse=True) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("sessions", [1, 16, 64, 256])
+def test_a_node_of_each_session_fits_a_bucket_for_as_many_sessions(sessions: int):
+    config = GrowthConfig(**step_defaults("cuda"))
+    buckets = growth_buckets(config, 256, on_gpu=True)
+    fitting = min(bucket.rows for bucket in buckets if bucket.sessions == sessions)
+    assert sessions <= fitting <= max(2 * sessions, 8)
+    assert all(bucket.sessions <= bucket.rows and bucket.entries <= bucket.rows for bucket in buckets)
+    assert max(bucket.entries for bucket in buckets) == config.max_step_nodes
 
 
 def test_the_prompt_is_computed_in_chunks_beside_which_others_grow():
