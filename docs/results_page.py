@@ -11,14 +11,16 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ORIGIN = ("command", "commit", "commits", "machine", "versions", "notes")
-README_FILE = "rounds.json"
-_README_HEAD = [
-    "sessions",
-    "plain rounds, tokens/s",
-    "rounds with nodes, tokens/s",
-    "tokens a round",
-    "exposed ms, median",
-]
+README_FILE = "two_gpus.json"
+_README_COLUMNS = {
+    "temperature": "temperature",
+    "sessions": "sessions",
+    "off_tokens_per_s": "without drafts, tokens/s",
+    "async_tokens_per_s": "with drafts, tokens/s",
+    "speedup": "times as many",
+    "tokens_a_round": "tokens a round",
+    "exposed_ms": "exposed ms, median",
+}
 
 
 def results_page(note: str, folder: Path = RESULTS) -> str:
@@ -39,16 +41,9 @@ def results_page(note: str, folder: Path = RESULTS) -> str:
 
 
 def readme_table(folder: Path = RESULTS) -> str:
-    """Return the table that README shows: rounds without nodes beside rounds with them, at each number of sessions."""
-    measured = json.loads((folder / README_FILE).read_text())
-    cells = {(cell["mode"], cell["sessions"]): cell for cell in measured["cells"]}
-    rows = []
-    for sessions in sorted({sessions for _, sessions in cells}):
-        plain, drafted = cells["off", sessions], cells["replay", sessions]
-        exposed_ms = drafted["exposed_ms"][0]
-        values = (sessions, plain["tokens_per_s"], drafted["tokens_per_s"], drafted["tokens_per_round"], exposed_ms)
-        rows.append(dict(zip(_README_HEAD, values, strict=True)))
-    return table(rows)
+    """Return the table that README shows: the service without and with drafts, at each number of sessions."""
+    cells = json.loads((folder / README_FILE).read_text())["cells"]
+    return table([{head: cell[name] for name, head in _README_COLUMNS.items()} for cell in cells])
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
