@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Share of the free slots that rows may have for rounds to come.
 _AHEAD_PART = 4
+# Slots that a row gets beyond these where there are enough: a record for each token would cost every round.
+_AT_A_TIME = 16
 # Of what a round may take, what short prompts leave to a longer one that is older.
 _PREFILL_SHARE = 4
 # Another's prefill is waited for where it computes so many of the tokens that are missing, and such a part of them.
@@ -83,12 +85,15 @@ class Admission:
     def _extend(self, session: Session) -> None:
         """Let a running session have slots for the rounds to come, of the youngest where none is free."""
         row, had = session.row, self._kv.slots.length(session.row)
+        if had >= session.length + self._ahead:
+            return
         needed = min(session.length + self._program.runs_ahead, session.limit - 1, self._kv.slots.num_slots)
         if had < needed and not self._make_room(session, needed - had):
             if not self._kv.freed_by(self._closing):
                 self._preempt(session)
             return
-        wanted = min(session.length + self._ahead, had + self._kv.slots.free, self._kv.slots.max_row_len)
+        ahead = self._ahead + (_AT_A_TIME if self._ahead == self._rows_ahead else 0)
+        wanted = min(session.length + ahead, had + self._kv.slots.free, self._kv.slots.max_row_len)
         if wanted > had and self._kv.extend(row, wanted):
             records = Records()
             records.slots(row, session.generation, start=had, slots=self._kv.slots.table[row, had:wanted].tolist())

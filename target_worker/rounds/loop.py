@@ -38,7 +38,6 @@ from outrider.target_worker.rounds.admission import Admission, chunks
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth
-from outrider.target_worker.rounds.host_part import has_host_stops
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.program import RoundProgram
@@ -445,7 +444,7 @@ class RoundLoop:
         for number in range(read.sessions, read.sessions + read.chunks):
             if (session := self._session_of(read, number)) is not None:
                 # The root's own KV, and that of nodes, are taken note of as they are committed.
-                session.cached = min(int(read.columns[ReportColumn.CACHED, number]), session.length - 1)
+                session.cached = min(read.value(ReportColumn.CACHED, number), session.length - 1)
                 session.reached = max(session.reached, session.cached)
         for chunk in launched.chunks:
             session = chunk.session
@@ -456,23 +455,24 @@ class RoundLoop:
     def _commit(self, session: Session, number: int, read: RoundReport, logprobs: npt.NDArray[np.int32]) -> None:
         """Take what a round has committed of one session."""
         tokens, accepted, drafters = read.walk(number)
-        finish, rows = read.finish(number), int(read.columns[ReportColumn.ROWS, number])
+        finish, rows = read.finish(number), read.value(ReportColumn.ROWS, number)
         fault = _fault_of(session) if finish is Finish.FAULT else None
         if tokens:
             if not session.is_shared:
                 # Not before: what a fault has left in the cache is nobody's.
                 self._kv.share(session.row, session.history[: session.length - 1])
                 session.is_shared = True
-            kept = accepted[: min(len(accepted), len(tokens) - 1)]
-            self._kv.slots.reorder(session.row, session.length - 1, rows, [0, *kept])
-            if has_host_stops(session.sampling):
+            if kept := accepted[: len(tokens) - 1]:
+                self._kv.slots.reorder(session.row, session.length - 1, rows, [0, *kept])
+            if session.has_host_stops:
                 finish = _end_at_stop(session, tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
             if self._drafter is not None:
                 self._drafter.commit(session.row, tokens)
-            self._admission.grow_known(session)
-        if finish is Finish.NONE:
+            if session.sampling.forced_token_ids:
+                self._admission.grow_known(session)
+        if finish is Finish.NONE and session.length > self._kv.slots.num_slots:
             fault = fit_fault(session.length, self._kv.slots.num_slots)
         lost = self._lost(session, number, read)
         if tokens or lost or fault is not None:
@@ -501,7 +501,7 @@ class RoundLoop:
 
         A resident drafter whose growth was lost begins its tree anew, once the round has left the tree that there is.
         """
-        lost, drafter = int(read.columns[ReportColumn.LOST, number]), self._drafter
+        lost, drafter = read.value(ReportColumn.LOST, number), self._drafter
         if drafter is not None and lost >> drafter.place and read.tree_end(number) in _LEFT:
             records = Records()
             records.forget(session.row, session.generation, place=drafter.place)

@@ -48,38 +48,49 @@ class RoundReport:
         self.times_ns: list[int] = words[: len(RoundTime)].tolist()
         self.sessions, self.chunks = int(words[RoundCounts.SESSIONS]), int(words[RoundCounts.CHUNKS])
         self.verified_rows, self.runnable = int(words[RoundCounts.ROWS]), int(words[RoundCounts.RUNNABLE])
-        columns, sessions, most = words[max(RoundCounts) + 1 :].view(np.int32), shape.sessions, shape.most
-        narrow = len(ReportColumn) * sessions
-        self.columns: Any = columns[:narrow].reshape(len(ReportColumn), sessions)
-        self._tokens = columns[narrow : narrow + sessions * most].reshape(sessions, most)
-        self._accepted = columns[narrow + sessions * most : narrow + 2 * sessions * most].reshape(sessions, most)
+        words, sessions, most = words[max(RoundCounts) + 1 :].view(np.int32), shape.sessions, shape.most
+        narrow, wide = len(ReportColumn) * sessions, sessions * most
+        self.columns: Any = words[:narrow].reshape(len(ReportColumn), sessions)
+        # Plain lists: the sessions are gone through one by one, and numpy's numbers cost several times as much.
+        self._listed: list[list[int]] = self.columns[:, : self.sessions + self.chunks].tolist()
+        tokens, accepted = words[narrow : narrow + wide], words[narrow + wide : narrow + 2 * wide]
+        self._tokens = self._rows(tokens, ReportColumn.TOKENS).tolist()
+        accepted = self._rows(accepted, ReportColumn.ACCEPTED)
+        self._offsets = (accepted & (1 << DRAFTERS_SHIFT) - 1).tolist()
+        self._drafters = (accepted >> DRAFTERS_SHIFT & 0xFF).tolist()
+
+    def _rows(self, words: npt.NDArray[np.int32], counted_by: ReportColumn) -> npt.NDArray[np.int32]:
+        """The rows of the sessions, as far as one is in use."""
+        longest = max(self._listed[counted_by][: self.sessions], default=0)
+        return words.reshape(-1, self._shape.most)[: self.sessions, :longest]
+
+    def value(self, column: ReportColumn, number: int) -> int:
+        """Return what a column says of a session."""
+        return self._listed[column][number]
 
     def opening(self, number: int) -> tuple[int, int]:
         """Return the row of a column, and which opening of it."""
-        row, generation = self.columns[ReportColumn.POOL_ROW, number], self.columns[ReportColumn.GENERATION, number]
-        return int(row), int(generation) % 2**32
+        return self._listed[ReportColumn.POOL_ROW][number], self._listed[ReportColumn.GENERATION][number] % 2**32
 
     def walk(self, number: int) -> tuple[list[int], list[int], list[int]]:
         """Return a session's committed tokens, its accepted rows (1 is the first behind the root), and for each of
         these the bit set of the kinds of drafter that had proposed it.
         """
-        tokens = self._tokens[number, : self.columns[ReportColumn.TOKENS, number]]
-        accepted = self._accepted[number, : self.columns[ReportColumn.ACCEPTED, number]]
-        offsets, drafters = accepted & (1 << DRAFTERS_SHIFT) - 1, accepted >> DRAFTERS_SHIFT & 0xFF
-        return tokens.tolist(), offsets.tolist(), drafters.tolist()
+        tokens, accepted = self._listed[ReportColumn.TOKENS][number], self._listed[ReportColumn.ACCEPTED][number]
+        return self._tokens[number][:tokens], self._offsets[number][:accepted], self._drafters[number][:accepted]
 
     def selected_by_kind(self, number: int) -> list[int]:
         """Return how many of a session's nodes drafters of kind 1, 2 and 3 had proposed."""
-        counts = int(self.columns[ReportColumn.SELECTED, number])
+        counts = self._listed[ReportColumn.SELECTED][number]
         return [counts >> COUNTED_BITS * kind & MOST_COUNTED for kind in range(COUNTED_KINDS)]
 
     def tree_end(self, number: int) -> TreeEnd:
         """Return where the round has left a session's tree."""
-        return TreeEnd(int(self.columns[ReportColumn.TREE_END, number]))
+        return TreeEnd(self._listed[ReportColumn.TREE_END][number])
 
     def finish(self, number: int) -> Finish:
         """Return why a session has ended."""
-        return Finish(int(self.columns[ReportColumn.FINISH, number]))
+        return Finish(self._listed[ReportColumn.FINISH][number])
 
     def logprobs(
         self, number: int, tokens: int, wanted: int | None, words: npt.NDArray[np.int32]

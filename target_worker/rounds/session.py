@@ -16,7 +16,7 @@ from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import COUNTED_KINDS, Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.growth import Growth
-from outrider.target_worker.rounds.host_part import needs_host
+from outrider.target_worker.rounds.host_part import has_host_stops, needs_host
 from outrider.target_worker.sessions import WITHOUT_BOUND, SessionFault, SessionKey, SpeculationMode, TokenLogprobs
 
 # Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
@@ -74,6 +74,9 @@ class Session:
         distributions: q of the nodes that have come, by node id, under `rejection`.
         lost: bit set over places whose growth has been lost; told with the next result.
         grown: of a forced output, the length up to which its tokens have been put into the pool.
+        level: of the rounds that it takes part in.
+        stop_token_ids: that end it.
+        has_host_stops: whether the device does not know all of these.
     """
 
     key: SessionKey
@@ -113,12 +116,14 @@ class Session:
     grown: int = 0
     level: Level = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
+    has_host_stops: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.level = Level.PROCESSED if self.sampling.reads_logits else Level.PLAIN
         if needs_host(self):
             self.level = Level.HOSTED
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self.has_host_stops = has_host_stops(self.sampling)
         self.is_waiting = self.is_sync
 
     @property
@@ -223,7 +228,7 @@ class Session:
             del known[node]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class SessionResult:
     """Outcome of a round for one session.
 
