@@ -226,7 +226,7 @@ def plan_grid(call: AttentionCall, tiles: Tiles) -> Grid:
 
 # Where tiles fill the device by themselves and no session is longer than this, the merge's launch costs more than
 # splits of the longest sessions could gain.
-_SHORT_KEYS = 2048
+_SHORT_KEYS = 4096
 
 # What a unit costs beside its keys (start, tail, merge), in keys.
 _UNIT_OVERHEAD_KEYS = 256
