@@ -48,14 +48,13 @@ class RoundReport:
         self.times_ns: list[int] = words[: len(RoundTime)].tolist()
         self.sessions, self.chunks = int(words[RoundCounts.SESSIONS]), int(words[RoundCounts.CHUNKS])
         self.verified_rows, self.runnable = int(words[RoundCounts.ROWS]), int(words[RoundCounts.RUNNABLE])
-        words, sessions, most = words[max(RoundCounts) + 1 :].view(np.int32), shape.sessions, shape.most
-        narrow, wide = len(ReportColumn) * sessions, sessions * most
-        self.columns: Any = words[:narrow].reshape(len(ReportColumn), sessions)
+        columns = words[max(RoundCounts) + 1 :].view(np.int32)
+        narrow, wide = len(ReportColumn) * shape.sessions, shape.sessions * shape.most
+        self.columns: Any = columns[:narrow].reshape(len(ReportColumn), shape.sessions)
         # Plain lists: the sessions are gone through one by one, and numpy's numbers cost several times as much.
         self._listed: list[list[int]] = self.columns[:, : self.sessions + self.chunks].tolist()
-        tokens, accepted = words[narrow : narrow + wide], words[narrow + wide : narrow + 2 * wide]
-        self._tokens = self._rows(tokens, ReportColumn.TOKENS).tolist()
-        accepted = self._rows(accepted, ReportColumn.ACCEPTED)
+        self._tokens: list[list[int]] = self._rows(columns[narrow : narrow + wide], ReportColumn.TOKENS).tolist()
+        accepted = self._rows(columns[narrow + wide : narrow + 2 * wide], ReportColumn.ACCEPTED)
         self._offsets = (accepted & (1 << DRAFTERS_SHIFT) - 1).tolist()
         self._drafters = (accepted >> DRAFTERS_SHIFT & 0xFF).tolist()
 
