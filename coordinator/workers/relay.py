@@ -41,6 +41,7 @@ _PATIENCE_NS = 10_000_000
 # How long results and growth alone are seen to before further writes begin, where growth has come: growth that is late
 # is worth nothing.
 _PAUSE_S = 0.001
+_ASYNC = SpeculationMode.ASYNC
 _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
 
 
@@ -101,9 +102,12 @@ class Relay:
         grown_sessions = expanded = relayed = 0
         parts: defaultdict[str, list[tuple[int, Session, int]]] = defaultdict(list)
         drafter = Drafter(worker_id, growth.source)
-        columns = zip(growth.session_ids, growth.epochs, growth.again, split_by_counts(growth.node_counts), strict=True)
-        for number, (session_id, epoch, is_again, span) in enumerate(columns):
-            session, count = self._sessions.get(session_id), span.stop - span.start
+        columns = zip(
+            growth.session_ids, growth.epochs, growth.again, growth.forgot, growth.complete,
+            split_by_counts(growth.node_counts), growth.node_counts, strict=True,
+        )  # fmt: skip
+        for number, (session_id, epoch, is_again, has_forgotten, is_complete, span, count) in enumerate(columns):
+            session = self._sessions.get(session_id)
             # What a worker grows without having been asked for this source has no place.
             if session is None or drafter not in session.places or session.draft_epochs[worker_id] != epoch:
                 continue
@@ -111,19 +115,19 @@ class Relay:
                 self._show_growth(drafter, session, growth, number)
             if count and not is_again:
                 taken += count
-                session.sources.note_growth(drafter.source, count)
-                if session.mode is SpeculationMode.ASYNC:
+                session.sources.note_growth(growth.source, count)
+                if session.mode is _ASYNC:
                     grown_sessions += 1
                     # Nodes of one step that have the same parent were grown by expanding it.
                     expanded += len(set(growth.parents[span]))
-            if (target := self._open_target(session)) is None:
+            # None while it is nowhere.
+            if (target := self._targets.get(session.target_id or "")) is None:
                 continue
             relayed += count
-            place = session.places.index(drafter)
-            if is_again or growth.forgot[number]:
+            if is_again or has_forgotten:
                 self._tell_changes(target, session, drafter, growth, number)
-            if count or growth.complete[number]:
-                parts[target.worker_id].append((number, session, place))
+            if count or is_complete:
+                parts[target.worker_id].append((number, session, session.places.index(drafter)))
         self._totals.dropped_nodes += len(growth.node_ids) - relayed
         self._totals.sources.note_growth(drafter.source, taken)
         if growth.source is GrowthSource.MODEL:
@@ -231,8 +235,9 @@ class Relay:
     def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
         """The session if it is this target's under this epoch, and goes on."""
         session = target.sessions.get(session_id)
-        is_own = session is not None and (session.target_id, session.target_epoch) == (target.worker_id, epoch)
-        return session if is_own and session is not None and not session.is_finished else None
+        if session is None or session.target_epoch != epoch or session.target_id != target.worker_id:
+            return None
+        return None if session.is_finished else session
 
     # --------------------------------------------------------------------------------------------------------- clients
 
