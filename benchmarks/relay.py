@@ -3,8 +3,9 @@
     python benchmarks/relay.py --sessions 64 --round-ms 8 --step-ms 1
 
 The target commits a token of every session each round, the draft grows nodes of every session each step, and clients
-read their streams. Reports messages per second, latencies of growth and commits (median and 99th percentile), and the
-share of a core that the coordinator takes. Everything is on this machine: two cores at least.
+read their streams. Reports messages per second, latencies of growth, of commits and of clients' messages (median and
+99th percentile, of a message's oldest token), how often a session was held, and the share of a core that the
+coordinator takes. Everything is on this machine: two cores at least, where clients give way to the others.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from outrider.wire import floats_to_bytes
 
 _VOCAB_SIZE, _MODEL_LEN, _PROMPT = 8192, 2048, 64
 _NEW, _CLIENTS = 1900, 2
+# A token says at which millisecond its round has ended, as far as the vocabulary goes.
+_TOKEN_MS = 8000
+# Of a client process: some digits for each message of the time that is measured.
+_ANSWER_BYTES = 16 << 20
 # Until all streams have begun.
 _PATIENCE_S = 30.0
 
@@ -68,7 +73,14 @@ async def _measure(options: argparse.Namespace) -> None:
             for _ in range(_CLIENTS):
                 own = [*sys.argv[1:], "--client", address]
                 clients.append(
-                    await asyncio.create_subprocess_exec(sys.executable, __file__, *own, stdout=subprocess.PIPE)
+                    await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        __file__,
+                        *own,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        limit=_ANSWER_BYTES,
+                    )
                 )
             async with asyncio.timeout(_PATIENCE_S):
                 while workers.sessions < options.sessions // _CLIENTS * _CLIENTS:  # noqa: ASYNC110 - a look is enough
@@ -76,9 +88,18 @@ async def _measure(options: argparse.Namespace) -> None:
             await asyncio.sleep(1.5)
             workers.clear()
             began, cpu = time.perf_counter(), _cpu_s(process.pid)
+            await _heard(clients)
             await asyncio.sleep(options.seconds)
             seconds, cpu = time.perf_counter() - began, _cpu_s(process.pid) - cpu
-            found = {"busy": round(cpu / seconds, 3), "sessions": workers.sessions, **workers.figures(seconds)}
+            tokens, lags = await _heard(clients)
+            found = {
+                "busy": round(cpu / seconds, 3),
+                "sessions": workers.sessions,
+                **workers.figures(seconds),
+                "client_messages_per_s": round(len(lags) / seconds),
+                "client_tokens_per_s": round(tokens / seconds),
+                "client_ms": _median_and_worst(lags),
+            }
             sys.stdout.write(json.dumps(found) + "\n")
     finally:
         for client in clients:
@@ -87,13 +108,49 @@ async def _measure(options: argparse.Namespace) -> None:
         await process.wait()
 
 
+def _median_and_worst(times_ms: Sequence[float]) -> list[float] | None:
+    """Return the median and the 99th percentile."""
+    ordered = sorted(times_ms)
+    if not ordered:
+        return None
+    return [round(statistics.median(ordered), 2), round(ordered[int(0.99 * (len(ordered) - 1))], 2)]
+
+
+async def _heard(clients: Sequence[asyncio.subprocess.Process]) -> tuple[int, list[int]]:
+    """Return how many tokens all clients have got since the last time, and the age of each message's first."""
+    tokens, lags = 0, list[int]()
+    for client in clients:
+        assert client.stdin is not None and client.stdout is not None
+        client.stdin.write(b"\n")
+        own = json.loads(await client.stdout.readline())
+        tokens += own["tokens"]
+        lags += own["lags"]
+    return tokens, lags
+
+
+def _now_token() -> int:
+    return int(1e3 * time.perf_counter()) % _TOKEN_MS
+
+
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _read_streams(options: argparse.Namespace) -> None:
-    """Read a client process's share of the streams, one after the other for ever."""
+    """Read a client process's share of the streams, one after the other for ever; answer lines of input."""
+    os.nice(10)
+    tokens, lags = 0, list[int]()
+
+    def tell() -> None:
+        nonlocal tokens
+        sys.stdin.readline()
+        sys.stdout.write(json.dumps({"tokens": tokens, "lags": lags}) + "\n")
+        sys.stdout.flush()
+        tokens = 0
+        lags.clear()
+
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), tell)
     async with grpc.aio.insecure_channel(options.client, options=CHANNEL_OPTIONS) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request = generation_pb2.GenerateRequest(
@@ -102,9 +159,12 @@ async def _read_streams(options: argparse.Namespace) -> None:
         )
 
         async def read() -> None:
+            nonlocal tokens
             while True:
-                async for _ in stub.Generate(request):
-                    pass
+                async for response in stub.Generate(request):
+                    if token_ids := response.delta.token_ids:
+                        tokens += len(token_ids)
+                        lags.append((_now_token() - token_ids[0]) % _TOKEN_MS)
 
         await asyncio.gather(*(read() for _ in range(options.sessions // _CLIENTS)))
 
@@ -125,7 +185,7 @@ class Workers:
 
     def clear(self) -> None:
         """Count from now on."""
-        self._rounds = self._steps = self._relayed = 0
+        self._rounds = self._steps = self._relayed = self._holds = 0
         self._growth_s: list[float] = []
         self._commit_s: list[float] = []
 
@@ -136,19 +196,13 @@ class Workers:
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """Return counts and latencies since `clear`."""
-
-        def times(found: Sequence[float]) -> list[float] | None:
-            ordered = sorted(found)
-            if not ordered:
-                return None
-            return [round(1e3 * statistics.median(ordered), 2), round(1e3 * ordered[int(0.99 * (len(ordered) - 1))], 2)]
-
         return {
             "rounds_per_s": round(self._rounds / seconds),
             "steps_per_s": round(self._steps / seconds),
             "relayed_per_s": round(self._relayed / seconds),
-            "growth_ms": times(self._growth_s),
-            "commit_ms": times(self._commit_s),
+            "growth_ms": _median_and_worst([1e3 * lag for lag in self._growth_s]),
+            "commit_ms": _median_and_worst([1e3 * lag for lag in self._commit_s]),
+            "holds": self._holds,
         }
 
     async def __aenter__(self) -> Workers:
@@ -215,7 +269,7 @@ class Workers:
             session_ids=list(self._verified),
             epochs=[epoch for epoch, _ in self._verified.values()],
             token_counts=[tokens] * count,
-            tokens=[(self._rounds * 7) % 1000 + 300] * count * tokens,
+            tokens=[_now_token()] * count * tokens,
             accepted_counts=[tokens - 1] * count,
             accepted_sources=[2] * (count * (tokens - 1)),
             selected_counts=[tokens - 1] * count,
@@ -242,6 +296,7 @@ class Workers:
                 self._verified[opening.session_id] = opening.epoch, len(opening.prompt) // 4
             for session_id in commands.close_session_ids:
                 self._verified.pop(session_id, None)
+            self._holds += list(commands.bounds.allow).count(0)
             if commands.growth.session_ids:
                 self._relayed += 1
                 sent_s = self._sent_s.pop(commands.growth.node_ids[0], None)

@@ -41,24 +41,32 @@ class RequestTimes:
 class Generation:
     """The events of one request, all its choices together; iterate, and always `cancel` in the end.
 
+    Its sessions keep their tokens until the reader waits for some, so that what several rounds have given while it was
+    busy becomes one event.
+
     Args:
-        max_buffered_events: a reader this far behind is stalled, and its sessions rest until it has read half of it.
+        max_unread_rounds: a reader this far behind is stalled, and its sessions rest until it has read all of it; each
+            choice counts its own.
         release: called once when the request ends in whatever way, with the generation.
 
     Attributes:
+        is_awaited: the reader has taken all events, and waits for more.
         is_stalled: the reader is so far behind that generating more would only fill memory.
+        on_awaited: called when the reader begins to wait.
     """
 
     # Every round asks each session's for its reader.
     __slots__ = (
         "_error",
         "_events",
-        "_max_buffered_events",
+        "_max_unread_rounds",
         "_release",
+        "_unread_rounds",
         "_wake",
+        "is_awaited",
         "is_closed",
         "is_stalled",
-        "on_resume",
+        "on_awaited",
         "request",
         "sessions",
         "times",
@@ -66,12 +74,12 @@ class Generation:
     )
 
     def __init__(
-        self, request: GenerationRequest, *, max_buffered_events: int, release: Callable[["Generation"], None]
+        self, request: GenerationRequest, *, max_unread_rounds: int, release: Callable[["Generation"], None]
     ) -> None:
         self.request = request
-        self._max_buffered_events = max_buffered_events
+        self._max_unread_rounds, self._unread_rounds = max_unread_rounds, 0
         self.sessions: list[Session] = []
-        self.is_closed = self.is_stalled = False
+        self.is_awaited = self.is_closed = self.is_stalled = False
         self._release = release
         self._events: deque[GenerationEvent] = deque()
         self._wake = asyncio.Event()
@@ -79,7 +87,7 @@ class Generation:
         self.times = RequestTimes()
         self.weights = request.weights
         """Version of those that its tokens are chosen with; empty before it is placed, or where nobody knows."""
-        self.on_resume: Callable[[], None] | None = None
+        self.on_awaited: Callable[[], None] | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -90,6 +98,12 @@ class Generation:
         """The request leaves the queue."""
         self.times.admitted_ns = self.times.admitted_ns or clock.now_ns()
 
+    def note_round(self) -> None:
+        """A round has given a choice tokens, which the reader has not got yet."""
+        self._unread_rounds += 1
+        if self._unread_rounds >= self._max_unread_rounds:
+            self.is_stalled = True
+
     def emit(self, event: GenerationEvent) -> None:
         """Adds an event for the reader."""
         if self.is_closed:
@@ -97,7 +111,7 @@ class Generation:
         if not self.times.first_token_ns and isinstance(event, TokenDelta):
             self.times.first_token_ns = clock.now_ns()
         self._events.append(event)
-        self.is_stalled = self.is_stalled or len(self._events) >= self._max_buffered_events
+        self.is_awaited = False
         self._wake.set()
 
     def finish_if_done(self) -> None:
@@ -155,10 +169,6 @@ class Generation:
         while True:
             while self._events:
                 event = self._events.popleft()
-                if self.is_stalled and len(self._events) <= self._max_buffered_events // 2:
-                    self.is_stalled = False
-                    if self.on_resume is not None:
-                        self.on_resume()
                 yield event
                 if isinstance(event, GenerationResult):
                     return
@@ -167,4 +177,7 @@ class Generation:
             if self.is_closed:
                 return
             self._wake.clear()
+            self.is_awaited, self.is_stalled, self._unread_rounds = True, False, 0
+            if self.on_awaited is not None:
+                self.on_awaited()
             await self._wake.wait()

@@ -103,12 +103,13 @@ class TokenLogprobs:
             top_logprobs=self.top_logprobs[:count],
         )
 
-    def followed_by(self, others: "TokenLogprobs") -> "TokenLogprobs":
-        """Return these log probabilities followed by others."""
-        return TokenLogprobs(
-            token_logprobs=[*self.token_logprobs, *others.token_logprobs],
-            top_token_ids=[*self.top_token_ids, *others.top_token_ids],
-            top_logprobs=[*self.top_logprobs, *others.top_logprobs],
+    @classmethod
+    def of(cls, parts: Sequence[Self]) -> Self:
+        """Return the log probabilities of several runs of tokens, one behind the other."""
+        return cls(
+            token_logprobs=[value for part in parts for value in part.token_logprobs],
+            top_token_ids=[row for part in parts for row in part.top_token_ids],
+            top_logprobs=[row for part in parts for row in part.top_logprobs],
         )
 
 

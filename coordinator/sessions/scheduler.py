@@ -130,7 +130,7 @@ class Scheduler:
         self._suspects.check(request)
         self.weights.check(request.weights)
         self.check_room(request.n, entry=request.entry)
-        generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
+        generation = Generation(request, max_unread_rounds=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
             generation.sessions.append(Session(next(self._session_ids), generation, index, text_stream))
         for session in generation.sessions:
@@ -181,7 +181,7 @@ class Scheduler:
             target = self._router.choose(session.token_ids, targets)
             session.generation.note_admitted()
             self._admission.note_start(session.session_id)
-            session.generation.on_resume = functools.partial(self._resume, session.generation)
+            session.generation.on_awaited = functools.partial(self._relay.serve_reader, session.generation)
             session.committed_ns = session.committed_ns or clock.now_ns()
             logger.debug("session %d goes to %s", session.session_id, target.worker_id, extra=session.ids)
             target.sessions[session.session_id] = session
@@ -207,11 +207,6 @@ class Scheduler:
         if session.generation.is_stalled:
             target.hold(session, is_held=True)
         self._drafts.ask_all_again(session)
-
-    def _resume(self, generation: Generation) -> None:
-        """A client reads on."""
-        for session in generation.sessions:
-            self._relay.hold(session, is_held=False)
 
     def finish_session(self, session: Session) -> None:
         """The session has emitted its last token."""

@@ -41,25 +41,6 @@ class Drafter(NamedTuple):
     source: GrowthSource
 
 
-class Undelivered(NamedTuple):
-    """Tokens that are committed, and that the client has not been told of."""
-
-    token_ids: Sequence[int]
-    text: str | None
-    """None: still to be made."""
-    logprobs: TokenLogprobs | None
-    record: RoundRecord | None
-
-    def followed_by(self, news: "Undelivered") -> "Undelivered":
-        """Return these and what a later round has committed as one."""
-        text, logprobs = None, None
-        if self.text is not None and news.text is not None:
-            text = self.text + news.text
-        if self.logprobs is not None and news.logprobs is not None:
-            logprobs = self.logprobs.followed_by(news.logprobs)
-        return Undelivered([*self.token_ids, *news.token_ids], text, logprobs, news.record)
-
-
 class Tap(Protocol):
     """Listener to a session's tree while somebody watches it."""
 
@@ -134,8 +115,13 @@ class Session:
         """Results for which it is to be verified alone, after a worker crashed with it."""
         self.tap: Tap | None = None
         """Only while somebody watches its tree."""
-        self.undelivered: Undelivered | None = None
         self._take_received(request.received.get(index, ()))
+        self._delivered = len(self.token_ids)
+        """Tokens of the prompt and of the output that the client has."""
+        # Of the tokens behind these: text, where finding a stop string took it, log probabilities, the last round.
+        self._found_text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._record: RoundRecord | None = None
         self.end = self.prompt_length + self.sampling.max_new_tokens
         """Tokens with which it ends at the latest, the prompt's included."""
         self.is_chain = self.sampling.rule is VerificationRule.REJECTION
@@ -257,37 +243,49 @@ class Session:
         if (spans := self.request.spans) is not None:
             counts = {"nodes": outcome.selected, "accepted": outcome.accepted, "tokens": len(outcome.token_ids)}
             spans.note_round(self.index, results, **counts, since_ns=since_ns, now_ns=result_ns)
-        record = self._round_record(outcome, results, before) if self.request.trace else None
-        news = Undelivered(outcome.token_ids, text, outcome.logprobs, record)
-        self.undelivered = news if self.undelivered is None else self.undelivered.followed_by(news)
+        if self.request.trace:
+            self._record = self._round_record(outcome, results, before)
+        if text is not None:
+            self._found_text.append(text)
+        if outcome.logprobs is not None:
+            self._logprobs.append(outcome.logprobs)
+        self.generation.note_round()
         return outcome
 
+    @property
+    def has_news(self) -> bool:
+        """Whether tokens are committed that the client has not been told of."""
+        return self._delivered < len(self.token_ids)
+
     def deliver(self) -> None:
-        """Tells the client of what was committed, if anything was since the last time."""
-        news, self.undelivered = self.undelivered, None
-        if news is None:
+        """Tell the client of what was committed since the last time, if anything was, as one event."""
+        if not self.has_news:
             return
+        offset, token_ids = self._delivered - self.prompt_length, self.token_ids[self._delivered :]
+        self._delivered = len(self.token_ids)
         try:
-            text = self._text_of(news.token_ids) if news.text is None else news.text
+            text = "".join(self._found_text) if self.request.stop else self._text_of(token_ids)
         except InternalError as error:
             self.generation.abort(error)
             return
         if self.tap is not None:
             self.tap.note_delivered(text)
-        logprobs = news.logprobs
         self.generation.emit(
             TokenDelta(
                 index=self.index,
-                token_ids=news.token_ids,
+                token_ids=token_ids,
                 text=text,
-                offset=self.output_length - len(news.token_ids),
+                offset=offset,
                 text_offset=self.text_bytes,
-                logprobs=None if logprobs is None else logprobs.head(len(news.token_ids)),
+                logprobs=TokenLogprobs.of(self._logprobs).head(len(token_ids)) if self._logprobs else None,
             )
         )
+        self._found_text.clear()
+        self._logprobs.clear()
         self.text_bytes += len(text.encode())
-        if news.record is not None:
-            self.generation.emit(news.record)
+        if self._record is not None:
+            self.generation.emit(self._record)
+            self._record = None
 
     def _extend(self, token_ids: Sequence[int]) -> str | None:
         """Appends tokens up to the one that ends the choice; returns their text where finding it took that."""

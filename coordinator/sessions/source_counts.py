@@ -16,14 +16,16 @@ class SourceTally:
 
     def __init__(self) -> None:
         self._grown = Counter[GrowthSource]()
-        self._submitted = Counter[GrowthSource]()
+        # By source, in their order.
+        self._submitted = [0] * len(_SOURCES)
         # By bit set, since that is how nodes come: which sources have proposed them.
         self._accepted = Counter[int]()
 
     def __add__(self, other: Self) -> Self:
         total = type(self)()
-        for name in self.__slots__:
-            setattr(total, name, getattr(self, name) + getattr(other, name))
+        total._grown = self._grown + other._grown
+        total._submitted = [own + more for own, more in zip(self._submitted, other._submitted, strict=True)]
+        total._accepted = self._accepted + other._accepted
         return total
 
     def note_growth(self, source: GrowthSource, nodes: int) -> None:
@@ -34,10 +36,11 @@ class SourceTally:
     def note_round(self, outcome: Outcome) -> None:
         """Count the nodes of a round that were verified, and those that were accepted."""
         if outcome.selected:
-            for source, count in zip(_SOURCES, outcome.selected_by_source, strict=True):
-                self._submitted[source] += count
-        for sources in outcome.sources:
-            self._accepted[sources] += 1
+            submitted, accepted = self._submitted, self._accepted
+            for place, count in enumerate(outcome.selected_by_source):
+                submitted[place] += count
+            for sources in outcome.sources:
+                accepted[sources] += 1
 
     def counts(self) -> list[SourceCounts]:
         """By source, those that have grown anything; a node that several have proposed counts for each."""
@@ -46,7 +49,7 @@ class SourceTally:
             for source in GrowthSource
         }
         return [
-            SourceCounts(source, self._grown[source], self._submitted[source], accepted[source])
-            for source in GrowthSource
+            SourceCounts(source, self._grown[source], submitted, accepted[source])
+            for source, submitted in zip(_SOURCES, self._submitted, strict=True)
             if self._grown[source] or accepted[source]
         ]

@@ -21,6 +21,8 @@ from outrider.v1 import generation_pb2
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.totals import Taken
 
+_ASYNC = SpeculationMode.ASYNC
+
 
 @dataclass(kw_only=True)
 class DraftDemand:
@@ -72,13 +74,13 @@ class DraftDemand:
         """One round of a target."""
         self.target_ns += results.step_ns
         self.plain_ns += results.plain_ns
-        for session, outcome, _ in taken:
-            if session.mode is SpeculationMode.ASYNC and session.draft_epochs:
-                self.rounds += 1
-                self.tokens += len(outcome.token_ids)
-                self.missed_rounds += outcome.tree_end is TreeEnd.MISSED
-                self.starved_rounds += outcome.tree_end is TreeEnd.STARVED
-                self.bare_rounds += not outcome.selected
+        drafted = [outcome for session, outcome, _ in taken if session.draft_epochs and session.mode is _ASYNC]
+        self.rounds += len(drafted)
+        self.tokens += sum(len(outcome.token_ids) for outcome in drafted)
+        ends = [outcome.tree_end for outcome in drafted]
+        self.missed_rounds += ends.count(TreeEnd.MISSED)
+        self.starved_rounds += ends.count(TreeEnd.STARVED)
+        self.bare_rounds += [outcome.selected for outcome in drafted].count(0)
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
         """The counters now.

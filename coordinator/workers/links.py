@@ -27,7 +27,7 @@ from outrider.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire import floats_from_bytes, tokens_to_bytes
+from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
 
 _MODES = {
     SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
@@ -199,32 +199,25 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
     selected_by_source = list(response.selected_by_source)
     if not selected_by_source:
         selected_by_source = [count for selected in response.selected_counts for count in (selected, 0, 0)]
-    outcomes, token, source = list[Outcome](), 0, 0
-    columns = zip(
-        response.session_ids, response.epochs, response.token_counts, response.accepted_counts,
-        response.selected_counts, response.finishes, response.cached_tokens, response.lost, response.tree_ends,
-        strict=True,
-    )  # fmt: skip
-    for row, (session_id, epoch, count, accepted, selected, finish, cached_tokens, lost, end) in enumerate(columns):
-        outcome = Outcome(
-            session_id=session_id,
-            epoch=epoch,
-            token_ids=tokens[token : token + count],
-            accepted=accepted,
-            selected=selected,
-            selected_by_source=selected_by_source[3 * row : 3 * row + 3],
-            sources=sources[source : source + accepted],
-            is_over=finish != target_pb2.FINISH_UNSPECIFIED,
-            cached_tokens=cached_tokens,
-            lost=lost,
-            tree_end=_TREE_ENDS.get(end, TreeEnd.NONE),
-            logprobs=logprobs.get(row),
-        )
-        outcomes.append(outcome)
-        token, source = token + count, source + accepted
+    # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
+    outcomes = map(
+        Outcome,
+        response.session_ids,
+        response.epochs,
+        [tokens[span] for span in split_by_counts(response.token_counts)],
+        response.accepted_counts,
+        response.selected_counts,
+        zip(selected_by_source[0::3], selected_by_source[1::3], selected_by_source[2::3], strict=True),
+        [sources[span] for span in split_by_counts(response.accepted_counts)],
+        [finish != target_pb2.FINISH_UNSPECIFIED for finish in response.finishes],
+        response.cached_tokens,
+        response.lost,
+        [_TREE_ENDS.get(end, TreeEnd.NONE) for end in response.tree_ends],
+        map(logprobs.get, range(len(response.session_ids))),
+    )
     report = response.report
     return RoundResults(
-        outcomes=outcomes,
+        outcomes=list(outcomes),
         faults=[(error.session_id, error.epoch, _fault(error)) for error in response.errors],
         step_ns=report.step_ns,
         forward_ns=report.forward_ns,

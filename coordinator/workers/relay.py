@@ -8,11 +8,12 @@ Neither waits for anything: what a target verifies is its own choice, from what 
 
 import asyncio
 import itertools
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     Commit,
     Commits,
@@ -32,11 +33,15 @@ from outrider.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes, split_by_counts
 
-# Sessions whose clients hear at once, some 80 us each, and how long growth and results alone are seen to after that
-# where growth comes: growth that is late is worth nothing, while a client may hear of several rounds together.
-_DELIVERED_AT_ONCE, _PAUSE_S = 4, 0.001
-# Growth that came so lately is going to be followed by more.
-_LATELY_NS = 100_000_000
+# Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
+# writes would delay results and growth; what a request gets until it is its turn goes out as one message.
+_WRITES_AT_ONCE = 8
+# A write that takes longer waits for its client, and no other waits for it.
+_PATIENCE_NS = 10_000_000
+# How long results and growth alone are seen to before further writes begin, where growth has come: growth that is late
+# is worth nothing.
+_PAUSE_S = 0.001
+_ASYNC = SpeculationMode.ASYNC
 _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
 
 
@@ -77,9 +82,13 @@ class Relay:
     ) -> None:
         self._sessions, self._targets, self._drafts = sessions, targets, drafts
         self._totals, self._owner = totals, owner
-        self._undelivered: OrderedDict[int, Session] = OrderedDict()
+        # Requests whose readers wait while there are tokens for them, in the order in which both were so.
+        self._line: dict[Generation, None] = {}
+        # Of those that are written now, since when.
+        self._written: dict[Generation, int] = {}
         self._delivery: asyncio.Handle | None = None
-        self._grown_ns = -_LATELY_NS
+        self._has_grown = False
+        """Growth has come since clients heard last."""
 
     # ---------------------------------------------------------------------------------------------------------- growth
 
@@ -93,9 +102,12 @@ class Relay:
         grown_sessions = expanded = relayed = 0
         parts: defaultdict[str, list[tuple[int, Session, int]]] = defaultdict(list)
         drafter = Drafter(worker_id, growth.source)
-        columns = zip(growth.session_ids, growth.epochs, growth.again, split_by_counts(growth.node_counts), strict=True)
-        for number, (session_id, epoch, is_again, span) in enumerate(columns):
-            session, count = self._sessions.get(session_id), span.stop - span.start
+        columns = zip(
+            growth.session_ids, growth.epochs, growth.again, growth.forgot, growth.complete,
+            split_by_counts(growth.node_counts), growth.node_counts, strict=True,
+        )  # fmt: skip
+        for number, (session_id, epoch, is_again, has_forgotten, is_complete, span, count) in enumerate(columns):
+            session = self._sessions.get(session_id)
             # What a worker grows without having been asked for this source has no place.
             if session is None or drafter not in session.places or session.draft_epochs[worker_id] != epoch:
                 continue
@@ -103,27 +115,26 @@ class Relay:
                 self._show_growth(drafter, session, growth, number)
             if count and not is_again:
                 taken += count
-                session.sources.note_growth(drafter.source, count)
-                if session.mode is SpeculationMode.ASYNC:
+                session.sources.note_growth(growth.source, count)
+                if session.mode is _ASYNC:
                     grown_sessions += 1
                     # Nodes of one step that have the same parent were grown by expanding it.
                     expanded += len(set(growth.parents[span]))
-            if (target := self._open_target(session)) is None:
+            # None while it is nowhere.
+            if (target := self._targets.get(session.target_id or "")) is None:
                 continue
             relayed += count
-            place = session.places.index(drafter)
-            if is_again or growth.forgot[number]:
+            if is_again or has_forgotten:
                 self._tell_changes(target, session, drafter, growth, number)
-            if count or growth.complete[number]:
-                parts[target.worker_id].append((number, session, place))
+            if count or is_complete:
+                parts[target.worker_id].append((number, session, session.places.index(drafter)))
         self._totals.dropped_nodes += len(growth.node_ids) - relayed
         self._totals.sources.note_growth(drafter.source, taken)
         if growth.source is GrowthSource.MODEL:
             step_ns = peer.link.step_latency.mean_ns
             demand = self._totals.demand
             demand.note_growth(step_ns, steps=growth.steps, sessions=grown_sessions, expanded=expanded)
-        if parts:
-            self._grown_ns = clock.now_ns()
+        self._has_grown = self._has_grown or bool(parts)
         for target_id, part in parts.items():
             self._targets[target_id].link.grow(_relayed(growth, part))
 
@@ -178,8 +189,11 @@ class Relay:
             if outcome.token_ids:
                 since_ns, kept = session.committed_ns, session.take(outcome, results, now_ns)
                 taken.append((session, kept, since_ns))
-                if not session.is_finished:
-                    self._undelivered[session.session_id] = session
+                generation = session.generation
+                if generation.is_awaited:
+                    self._line[generation] = None
+                elif generation.is_stalled:
+                    self.hold(session, is_held=True)
             if session.result is not None or outcome.is_over:
                 ended.append(session)
             elif outcome.lost and not session.is_finished:
@@ -189,7 +203,7 @@ class Relay:
         self._owner.note_progress([session for session, _, _ in taken])
         for session in [*(one for one, _, _ in taken if not one.generation.times.first_token_ns), *ended]:
             # First tokens are waited for; the end of a request is told behind the tokens of all its choices.
-            self._deliver(session)
+            session.deliver()
         for session in ended:
             self._end(session)
         for session_id, epoch, fault in results.faults:
@@ -221,30 +235,53 @@ class Relay:
     def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
         """The session if it is this target's under this epoch, and goes on."""
         session = target.sessions.get(session_id)
-        is_own = session is not None and (session.target_id, session.target_epoch) == (target.worker_id, epoch)
-        return session if is_own and session is not None and not session.is_finished else None
+        if session is None or session.target_epoch != epoch or session.target_id != target.worker_id:
+            return None
+        return None if session.is_finished else session
 
     # --------------------------------------------------------------------------------------------------------- clients
 
-    def _deliver_soon(self, delay_s: float = 0.0) -> None:
-        if self._undelivered and self._delivery is None:
-            loop = asyncio.get_running_loop()
-            self._delivery = (
-                loop.call_later(delay_s, self._deliver_some) if delay_s else loop.call_soon(self._deliver_some)
-            )
+    def serve_reader(self, generation: Generation) -> None:
+        """A reader waits for more: it gets what has gathered while it was busy, and its sessions go on."""
+        if self._written.pop(generation, None) is not None and self._delivery is not None:
+            # It may be set for when the write would have taken too long.
+            self._delivery.cancel()
+            self._delivery = None
+        for session in generation.sessions:
+            if session.is_held:
+                self.hold(session, is_held=False)
+        if any(session.has_news for session in generation.sessions):
+            self._line[generation] = None
+        self._deliver_soon()
 
-    def _deliver_some(self) -> None:
-        self._delivery = None
-        for session in list(itertools.islice(self._undelivered.values(), _DELIVERED_AT_ONCE)):
-            self._deliver(session)
-        self._deliver_soon(_PAUSE_S if clock.now_ns() - self._grown_ns < _LATELY_NS else 0.0)
+    def _deliver_soon(self) -> None:
+        if not self._line or self._delivery is not None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._has_grown:
+            self._delivery = loop.call_later(_PAUSE_S, self._deliver)
+        elif len(self._written) < _WRITES_AT_ONCE:
+            self._delivery = loop.call_soon(self._deliver)
+        else:
+            self._delivery = loop.call_later(_PATIENCE_NS / 1e9, self._deliver)
 
-    def _deliver(self, session: Session) -> None:
-        """Tell a client, and have the target wait for one that does not read."""
-        self._undelivered.pop(session.session_id, None)
-        session.deliver()
-        if session.generation.is_stalled:
-            self.hold(session, is_held=True)
+    def _deliver(self) -> None:
+        """Have as many requests written to their clients as may be at once."""
+        self._delivery, self._has_grown, now_ns = None, False, clock.now_ns()
+        self._written = {
+            generation: since_ns
+            for generation, since_ns in self._written.items()
+            if not generation.is_closed and now_ns - since_ns < _PATIENCE_NS
+        }
+        for generation in list(itertools.islice(self._line, _WRITES_AT_ONCE - len(self._written))):
+            del self._line[generation]
+            # Perhaps it got all by the way, with an end or a first token.
+            if generation.is_awaited:
+                for session in generation.sessions:
+                    session.deliver()
+                if not generation.is_awaited:
+                    self._written[generation] = now_ns
+        self._deliver_soon()
 
     def hold(self, session: Session, *, is_held: bool) -> None:
         """Let a session rest at its target, or go on."""

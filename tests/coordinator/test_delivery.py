@@ -1,6 +1,8 @@
 """When clients hear: after the drafts of all sessions of a round, a few in every turn of the event loop."""
 
 import asyncio
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +23,7 @@ from outrider.coordinator.sessions.messages import (
     TokenLogprobs,
 )
 from outrider.coordinator.sessions.scheduler import Scheduler
-from outrider.coordinator.sessions.session import Undelivered
 from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.coordinator.workers import relay
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2, target_pb2
@@ -69,6 +69,60 @@ def held(bench: Any, request: GenerationRequest) -> Generation:
     return bench.scheduler.submit(request, [TextStream(None) for _ in range(request.n)])
 
 
+class Reader:
+    """A client's stream; a write to it lasts until `busy` is set, if that is given."""
+
+    def __init__(self, generation: Generation, *, busy: asyncio.Event | None = None) -> None:
+        self.generation, self._busy = generation, busy
+        self.deltas: list[TokenDelta] = []
+        self.task = asyncio.create_task(self._read())
+
+    @property
+    def outputs(self) -> dict[int, list[int]]:
+        """Tokens of each choice; all offsets are looked at."""
+        outputs: dict[int, list[int]] = {}
+        for delta in self.deltas:
+            own = outputs.setdefault(delta.index, [])
+            assert delta.offset == len(own)
+            own += delta.token_ids
+        return outputs
+
+    async def _read(self) -> None:
+        async for event in self.generation:
+            if isinstance(event, TokenDelta):
+                self.deltas.append(event)
+                if self._busy is not None:
+                    await self._busy.wait()
+
+
+async def begun(bench: Any, count: int, tokens: int, *, busy: asyncio.Event | None = None) -> list[Reader]:
+    """Requests whose readers have their first token, a 4; with `busy` they get no further until it is set."""
+    bench.limits.max_sessions = 50
+    bench.add_target().runs.clear()
+    requests = [replace(short_request(tokens), request_id=str(number)) for number in range(count)]
+    readers = [Reader(bench.scheduler.submit(request, [TextStream(None)]), busy=busy) for request in requests]
+    await settle()
+    bench.scheduler.take_results("target", a_token_each(readers, 4))
+    await settle()
+    assert all(reader.outputs == {0: [4]} for reader in readers)
+    return readers
+
+
+def a_token_each(readers: list[Reader], token: int, *, is_over: bool = False) -> RoundResults:
+    parts = [a_token_for_all(reader.generation, token, is_over=is_over).outcomes for reader in readers]
+    return RoundResults(outcomes=list(itertools.chain.from_iterable(parts)))
+
+
+def grow(bench: Any, reader: Reader) -> None:
+    """Have the draft of a request grow a node."""
+    (session,) = reader.generation.sessions
+    grown = Growth(
+        session_id=session.session_id, epoch=session.draft_epochs["draft"], as_of=len(session.token_ids),
+        node_ids=[len(session.token_ids)], parents=[0], tokens=[1], acceptance=[0.5],
+    )  # fmt: skip
+    bench.grow("draft", grown)
+
+
 async def test_drafts_hear_before_any_client(bench, happened):
     generation = held(bench, short_request(4, n=3))
     draft = bench.add_draft(delay_s=1000.0)
@@ -79,58 +133,85 @@ async def test_drafts_hear_before_any_client(bench, happened):
         commit(commits)
 
     draft.commit = noting
+    reader = Reader(generation)
+    await settle()
     bench.scheduler.take_results("target", a_token_for_all(generation))
-    assert happened == ["3 commits", "delta 0", "delta 1", "delta 2"]
+    assert happened == ["3 commits", "delta 0", "delta 1", "delta 2"], "first tokens are told at once"
+    await settle()
     bench.scheduler.take_results("target", a_token_for_all(generation))
     assert happened[4:] == ["3 commits"]
     await settle()
     assert happened[4:] == ["3 commits", "delta 0", "delta 1", "delta 2"]
+    assert reader.outputs == {index: [5, 5] for index in range(3)}
     generation.cancel()
 
 
-async def test_many_clients_hear_a_few_in_every_turn_and_each_once(bench, happened):
+async def test_few_clients_are_written_to_at_once_and_each_hears_once(bench, happened):
     """What else there is to do, the next round's results and growth above all, comes in between."""
-    generation = held(bench, short_request(4, n=50))
-    bench.scheduler.take_results("target", a_token_for_all(generation))
-    assert len(happened) == 50, "first tokens are told at once"
+    readers = await begun(bench, 50, tokens=4)
     happened.clear()
-    bench.scheduler.take_results("target", a_token_for_all(generation))
+    bench.scheduler.take_results("target", a_token_each(readers, 5))
     heard = [0]
     while heard[-1] < 50:
         await asyncio.sleep(0)
         heard.append(len(happened))
-    assert heard == [*range(0, 50, 4), 50]
-    assert happened == [f"delta {index}" for index in range(50)]
+    assert max(after - before for before, after in itertools.pairwise(heard)) <= 8
     await settle()
     assert len(happened) == 50
-    generation.cancel()
+    assert all(reader.outputs == {0: [4, 5]} for reader in readers)
+    for reader in readers:
+        reader.generation.cancel()
 
 
-async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(bench, monkeypatch):
-    """While drafts grow, few clients hear at a time; meanwhile rounds go on, and nothing of them is lost."""
-    monkeypatch.setattr(relay, "_LATELY_NS", 10**15)
-    generation = held(bench, short_request(6, n=50))
-    bench.add_draft(delay_s=1000.0)
-    deltas: list[TokenDelta] = []
-    first = generation.sessions[0]
-    for token in range(5, 11):
-        grown = Growth(
-            session_id=first.session_id, epoch=first.draft_epochs["draft"], as_of=len(first.token_ids),
-            node_ids=[token], parents=[0], tokens=[token], acceptance=[0.5],
-        )  # fmt: skip
-        bench.grow("draft", grown)
-        bench.scheduler.take_results("target", a_token_for_all(generation, token, is_over=token == 10))
+async def test_rounds_that_end_while_a_client_is_written_to_reach_it_as_one_message(bench):
+    busy = asyncio.Event()
+    readers = await begun(bench, 12, tokens=5, busy=busy)
+    for token in (5, 6, 7, 8):
+        bench.scheduler.take_results("target", a_token_each(readers, token, is_over=token == 8))
         await settle()
-    async for event in generation:
-        if isinstance(event, TokenDelta):
-            deltas.append(event)
-    assert 50 < len(deltas) < 5 * 50
-    for index in range(50):
-        own = [delta for delta in deltas if delta.index == index]
-        assert [token for delta in own for token in delta.token_ids] == [5, 6, 7, 8, 9, 10]
-        assert [delta.offset for delta in own] == [
-            sum(len(other.token_ids) for other in own[:at]) for at in range(len(own))
-        ]
+    assert all(reader.outputs == {0: [4]} for reader in readers)
+    busy.set()
+    await settle()
+    for reader in readers:
+        assert [list(delta.token_ids) for delta in reader.deltas] == [[4], [5, 6, 7, 8]]
+        assert reader.outputs == {0: [4, 5, 6, 7, 8]}
+
+
+async def test_clients_that_take_their_time_keep_no_others_waiting(bench, until):
+    """As many as are written to at once do not read: the rest hears nevertheless."""
+    busy = asyncio.Event()
+    busy.set()
+    slow = await begun(bench, 8, tokens=100, busy=busy)
+    busy.clear()
+    bench.scheduler.take_results("target", a_token_each(slow, 5))
+    await settle()
+    assert all(reader.outputs == {0: [4, 5]} for reader in slow)
+    bench.scheduler.take_results("target", a_token_each(slow, 6))
+    quick = [
+        Reader(bench.scheduler.submit(replace(short_request(4), request_id=f"quick {number}"), [TextStream(None)]))
+        for number in range(20)
+    ]
+    await settle()
+    for token in (4, 5):
+        bench.scheduler.take_results("target", a_token_each(quick, token))
+        await until(lambda token=token: all(reader.outputs.get(0, [])[-1:] == [token] for reader in quick))
+    busy.set()
+    await until(lambda: all(reader.outputs == {0: [4, 5, 6]} for reader in slow))
+    for reader in (*slow, *quick):
+        reader.generation.cancel()
+
+
+async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(bench, until):
+    """While drafts grow, clients are told with pauses; meanwhile rounds go on, and nothing of them is lost."""
+    readers = await begun(bench, 50, tokens=7)
+    bench.add_draft(delay_s=1000.0)
+    for token in range(5, 11):
+        grow(bench, readers[0])
+        bench.scheduler.take_results("target", a_token_each(readers, token, is_over=token == 10))
+        await settle()
+    await until(lambda: all(reader.task.done() for reader in readers))
+    assert all(reader.outputs == {0: [4, 5, 6, 7, 8, 9, 10]} for reader in readers)
+    assert 2 * 50 <= sum(len(reader.deltas) for reader in readers) < 6 * 50
 
 
 def test_log_probabilities_of_several_rounds_stand_behind_each_other():
@@ -138,12 +219,10 @@ def test_log_probabilities_of_several_rounds_stand_behind_each_other():
         own = [[value] for value in values]
         return TokenLogprobs(token_logprobs=values, top_token_ids=[[1]] * len(values), top_logprobs=own)
 
-    first = Undelivered([5], "a", logprobs(-1.0), None)
-    both = first.followed_by(Undelivered([6], "b", logprobs(-3.0), None))
-    assert (both.token_ids, both.text) == ([5, 6], "ab")
-    assert both.logprobs is not None
-    assert list(both.logprobs.token_logprobs) == [-1.0, -3.0]
-    assert list(both.logprobs.top_logprobs) == [[-1.0], [-3.0]]
+    both = TokenLogprobs.of([logprobs(-1.0), logprobs(-3.0)])
+    assert list(both.token_logprobs) == [-1.0, -3.0]
+    assert list(both.top_token_ids) == [[1], [1]]
+    assert list(both.top_logprobs) == [[-1.0], [-3.0]]
 
 
 async def test_who_has_not_heard_of_one_round_hears_of_it_before_the_next(bench):

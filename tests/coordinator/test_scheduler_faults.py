@@ -327,7 +327,7 @@ async def test_what_a_lost_target_has_committed_is_delivered(make_bench, expect_
     reader = aiter(bench.scheduler.submit(request, [TextStream(None)]))
     async with asyncio.timeout(30):
         delta = await anext(reader)
-    assert delta.token_ids == tuple(expect_output(request.prompt_token_ids, request.sampling)[:1])
+    assert delta.token_ids == expect_output(request.prompt_token_ids, request.sampling)[:1]
     if not target_wait_s:
         with pytest.raises(WorkerUnavailable, match="last target"):
             await anext(reader)
