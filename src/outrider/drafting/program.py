@@ -115,6 +115,7 @@ class GrowthProgram:
         device: of the model.
         captures: whether steps are captured in CUDA graphs.
         ahead: most steps that are launched, and not read.
+        regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
 
     Attributes:
         pool: the trees.
@@ -138,9 +139,10 @@ class GrowthProgram:
         device: torch.device,
         captures: bool,
         ahead: int = 2,
+        regrows: bool = False,
     ) -> None:
         self._model, self._config, self.device = model, config, device
-        self._vocab_size = vocab_size
+        self._vocab_size, self._regrows = vocab_size, regrows
         self.branching = min(config.branching, vocab_size)
         # The best child's estimate needs the second's score, whether or not that becomes a node.
         self._ranked = min(max(config.branching, 2), vocab_size)
@@ -305,7 +307,7 @@ class GrowthProgram:
         self._commit(self._commits, self._num_commits)
 
     def _commit(self, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        re_root(self.pool, tokens, num_tokens)
+        re_root(self.pool, tokens, num_tokens, regrows=self._regrows)
         count_tokens(self._processors, tokens, num_tokens)
 
     def _hand_on(self, rows: SampledRows, size: int) -> None:
