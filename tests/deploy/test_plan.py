@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -97,14 +98,15 @@ def test_a_resident_draft_is_a_part_of_its_target(monkeypatch: pytest.MonkeyPatc
 
 def test_a_head_is_resident_by_itself(monkeypatch: pytest.MonkeyPatch):
     have_gpus(monkeypatch, 1)
-    pair = {"target_model": str(embedded_target_path()), "draft_model": str(embedded_eagle_path())}
+    pair: dict[str, Any] = {"target_model": str(embedded_target_path()), "draft_model": str(embedded_eagle_path())}
     config = DeployConfig(port=0, **pair)
     plan = make_plan(config)
     assert (plan.config.drafter_placement, plan.config.drafts) == ("resident", 0)
     assert plan.config.resident_model == embedded_eagle_path()
     assert "inside each target worker" in line(config, "drafter")
     assert make_plan(DeployConfig(port=0, draft_model=str(embedded_eagle_path()))).config.drafts == 0
-    for placement in ("worker", "both"):
+    placements: tuple[Literal["worker", "both"], ...] = ("worker", "both")
+    for placement in placements:
         with pytest.raises(ValueError, match=rf"drafter_placement: {placement} given, resident needed: .* EAGLE"):
             make_plan(DeployConfig(port=0, drafter_placement=placement, **pair))
     with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 given, 1 needed: .* EAGLE head"):

@@ -31,8 +31,8 @@ class Case:
         """Those of the operator; the packed step is moved."""
         packed = Packed.of_shape(rows=_ROWS, sessions=_SESSIONS, mask_words=2, scrap_slot=_SLOTS, device=device)
         packed.words.copy_(self.packed.words)
-        tables = self.table, self.target_table, self.features, self.grown
-        return packed, *(tensor.to(device) for tensor in tables)
+        tables = self.table.to(device), self.target_table.to(device)
+        return packed, *tables, self.features.to(device), self.grown.to(device)
 
 
 def random_case(seed: int, *, size: int = 12) -> Case:

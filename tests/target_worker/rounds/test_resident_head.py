@@ -63,13 +63,14 @@ class Watcher:
     Args:
         program: whose trees.
         model: the target.
+        target: its folder.
         folder: of the head.
     """
 
-    def __init__(self, program: WatchedProgram, model: LlamaForCausalLM, folder: Path) -> None:
+    def __init__(self, program: WatchedProgram, model: LlamaForCausalLM, target: Path, folder: Path) -> None:
         assert program.drafter is not None
         self._theirs, self._mine = program.pool, program.drafter.pool
-        self._model, self._plain = model, PlainHead(folder, Path(model.config.name_or_path))
+        self._model, self._plain = model, PlainHead(folder, target)
         self.nodes = self.depth = self.waited = 0
         program.watch = self._look
 
@@ -121,7 +122,7 @@ def test_trees_are_the_heads_guesses_from_the_targets_hidden_states(
     loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program)
     assert program.drafter is not None
     program.drafter.pace = FixedSteps(3)
-    watcher, driver = Watcher(program, reference_model, tmp_path), Driver(loop)
+    watcher, driver = Watcher(program, reference_model, checkpoint, tmp_path), Driver(loop)
     # The second one begins while the first runs, in the prefix cache, and goes on in chunks.
     prompts = list(PROMPT), [*PROMPT, *wanted[:12], *[7, 8, 9] * 3]
     for number, prompt in enumerate(prompts):
