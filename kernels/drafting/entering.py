@@ -52,7 +52,13 @@ class Entering(NamedTuple):
 
 
 def enter_rows(
-    packed: Packed, table: torch.Tensor, target_table: torch.Tensor, features: torch.Tensor, grown: torch.Tensor
+    packed: Packed,
+    table: torch.Tensor,
+    target_table: torch.Tensor,
+    features: torch.Tensor,
+    grown: torch.Tensor,
+    *,
+    count: int | None = None,
 ) -> Entering:
     """Gather what the rows of a step enter the head with.
 
@@ -62,9 +68,10 @@ def enter_rows(
         target_table: [S, ..] int32, KV slots of the target's rows.
         features: [slots, F] bfloat16, float16 or float32, the target's hidden rows by KV slot.
         grown: [slots, F], the head's own by KV slot of its own, in the dtype of `features`.
+        count: rows of the step without padding; where it is not known, padding takes part.
 
     Returns:
-        New tensors.
+        New tensors, of R = `count` rows if that is given.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, naming the argument.
@@ -77,12 +84,12 @@ def enter_rows(
     )
     check_dense(features=features, grown=grown, table=table, target_table=target_table)
     if not uses_triton(features):
-        return enter_rows_reference(packed, table, target_table, features, grown)
-    (rows, words), sessions, size = packed.tree_mask.shape, packed.pool_rows.shape[0], features.shape[1]
+        return enter_rows_reference(packed, table, target_table, features, grown, count=count)
+    (rows, words), sessions, size = packed.tree_mask[:count].shape, packed.pool_rows.shape[0], features.shape[1]
     found = Entering(
         hidden=features.new_empty((rows, size)),
-        positions=torch.empty_like(packed.positions),
-        prefix_len=torch.empty_like(packed.prefix_len),
+        positions=torch.empty_like(packed.positions[:count]),
+        prefix_len=torch.empty_like(packed.prefix_len[:count]),
         tree_start=torch.empty_like(packed.tree_start),
         key_len=torch.empty_like(packed.key_len),
     )
@@ -116,20 +123,27 @@ def enter_rows(
 
 
 def enter_rows_reference(
-    packed: Packed, table: torch.Tensor, target_table: torch.Tensor, features: torch.Tensor, grown: torch.Tensor
+    packed: Packed,
+    table: torch.Tensor,
+    target_table: torch.Tensor,
+    features: torch.Tensor,
+    grown: torch.Tensor,
+    *,
+    count: int | None = None,
 ) -> Entering:
     """`enter_rows` in plain torch, on any device."""
-    is_entry, index = packed.entries >= 0, packed.positions - 1
-    pool_rows = packed.pool_rows.long()[packed.sessions.clamp(min=0)].clamp(min=0)
+    entries, positions, prefix_len = packed.entries[:count], packed.positions[:count], packed.prefix_len[:count]
+    is_entry, index = entries >= 0, positions - 1
+    pool_rows = packed.pool_rows.long()[packed.sessions[:count].clamp(min=0)].clamp(min=0)
     bit = torch.arange(64, device=table.device)
-    is_key = (packed.tree_mask[:, :, None] >> bit & 1).flatten(1).bool()
+    is_key = (packed.tree_mask[:count, :, None] >> bit & 1).flatten(1).bool()
     keys = torch.where(is_key, torch.arange(is_key.shape[1], device=table.device), -1)
     parent = torch.where(keys < keys.amax(dim=1, keepdim=True), keys, -1).amax(dim=1)
-    parent_slot = table[pool_rows, (packed.prefix_len + parent).clamp(min=0)].clamp(min=0).long()
+    parent_slot = table[pool_rows, (prefix_len + parent).clamp(min=0)].clamp(min=0).long()
     target_slot = target_table[pool_rows, index.clamp(min=0).masked_fill(is_entry, 0)].clamp(min=0).long()
     hidden = torch.where(is_entry[:, None], grown[parent_slot], features[target_slot])
-    is_blank = (packed.entries == PADDING) | (~is_entry & (index < 0))
-    shifted = (packed.positions, packed.prefix_len, packed.tree_start, packed.key_len)
+    is_blank = (entries == PADDING) | (~is_entry & (index < 0))
+    shifted = (positions, prefix_len, packed.tree_start, packed.key_len)
     return Entering(hidden.masked_fill(is_blank[:, None], 0), *((column - 1).clamp(min=0) for column in shifted))
 
 

@@ -61,26 +61,27 @@ class EagleForward:
         Returns:
             [L, V] in the model's dtype.
         """
-        count, sessions = packed.tokens.shape[0], packed.pool_rows.shape[0]
+        count, sessions = None, packed.pool_rows.shape[0]
         if self._trims:
             count, sessions = int(packed.query_start[-1]), int((packed.pool_rows >= 0).sum())
             if not count:
                 return self._grown.new_zeros((len(rows), self._head.vocab_size))
-        entering = enter_rows(packed, table, self._target_table, self._features.by_slot, self._grown)
+        features = self._features.by_slot
+        entering = enter_rows(packed, table, self._target_table, features, self._grown, count=count)
         # The first token is no key.
         slots, key_len = self._slots[:sessions], entering.key_len[:sessions]
         gather_slot_rows(table[:, 1:], packed.pool_rows[:sessions], key_len, slots)
         write_slots = packed.slots[:count]
         hidden = self._head.forward(
-            entering.hidden[:count],
+            entering.hidden,
             packed.tokens[:count],
-            positions=entering.positions[:count],
+            positions=entering.positions,
             write_slots=write_slots,
             batch=TreeAttentionBatch(
                 slot_table=slots,
                 query_start=packed.query_start[: sessions + 1],
                 tree_start=entering.tree_start[:sessions],
-                prefix_len=entering.prefix_len[:count],
+                prefix_len=entering.prefix_len,
                 key_len=key_len,
                 tree_mask=packed.tree_mask[:count],
                 max_query_len=most,
