@@ -141,6 +141,7 @@ class ResidentProgram(GrowthProgram):
         graft(self.pool, self._followed, count, self._follow_verdicts, self._no_commits, self._num_none)
         self._commit(tokens, num_tokens)
         if self._regrows:
+            # While the target computes a prompt, and while it rests, so does the drafter's row.
             state = self.pool.state
             state.copy_(torch.where(state == RowState.EMPTY, state, self._target.state))
 
@@ -308,6 +309,7 @@ class ResidentModel:
         """Tell the calibration what a round has committed, once the steps before it have been read."""
         seen = self._expansions.commit(row, np.array(tokens, np.int64))
         if self._regrows:
+            # The new root is expanded as a root, whatever it was before.
             self._expansions.drop_tree(row)
         if len(seen):
             self.calibration.observe_parents(seen)
