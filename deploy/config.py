@@ -37,10 +37,11 @@ class DeployConfig:
         name: of the deployment; its actors are called NAME/controller, NAME/coordinator-0, NAME/target-0, NAME/draft-0.
         target_model: the model that is served: a name on the Hugging Face Hub, a checkpoint folder, or a .gguf file;
             default the embedded pair. With `bind` node a folder at the same path on every machine.
-        draft_model: the model that drafts, of the target's tokenizer: named likewise. Default the embedded draft beside
-            the embedded target; beside any other, n-grams draft.
+        draft_model: the model that drafts, of the target's tokenizer, or an EAGLE head of the target: named likewise.
+            Default the embedded draft beside the embedded target; beside any other, n-grams draft.
         drafter_placement: where the draft model runs: worker, in draft workers; resident, inside each target worker and
-            on its device; both. Where one GPU holds both models, resident has only steps that pay.
+            on its device; both. Where one GPU holds both models, resident has only steps that pay. Default worker, and
+            resident of an EAGLE head, which runs nowhere else.
         targets: number of target workers.
         drafts: number of draft workers at the start, none where the drafter is resident; with 0 of them, and no
             resident one, nothing is speculated.
@@ -144,7 +145,7 @@ class DeployConfig:
     name: str = "outrider"
     target_model: str | None = field(default=None, metadata={"argument": "MODEL"})
     draft_model: str | None = field(default=None, metadata={"option": "--draft"})
-    drafter_placement: Literal["worker", "resident", "both"] = "worker"
+    drafter_placement: Literal["worker", "resident", "both"] | None = None
     targets: int = 1
     drafts: int = 1
     min_drafts: int = 0
@@ -241,7 +242,7 @@ class DeployConfig:
     @property
     def resident_model(self) -> Path | None:
         """The draft model inside each target worker; None without one."""
-        if self.drafter_placement == "worker":
+        if self.drafter_placement in (None, "worker"):
             return None
         return Path(self.draft_model or embedded_draft_path())
 
@@ -359,7 +360,7 @@ class DeployConfig:
 
     def _check_placement(self) -> None:
         placement = self.drafter_placement
-        if placement != "worker" and self.target_model is not None and self.draft_model is None:
+        if placement not in (None, "worker") and self.target_model is not None and self.draft_model is None:
             raise ValueError(f"drafter_placement: {placement} given, with draft_model needed")
         if placement == "resident":
             if self.max_drafts:

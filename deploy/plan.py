@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoint_json import read_json_object, read_served_config
+from outrider.checkpoint_json import is_eagle_head, read_json_object, read_served_config
 from outrider.deploy.checkpoint_sizes import CheckpointSizes
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.local_note import local_address
@@ -129,6 +129,7 @@ def make_plan(config: DeployConfig) -> Plan:
             )
         if given is not None and (is_here or Path(given).is_dir()):
             models[field] = find_model(given)
+    config = _place_head(config, models.get("draft_model"))
     gpus = visible_gpus() if is_ours else []
     shares = worker_gpus(config, len(gpus)) if is_ours else None
     _check_gpus(config, gpus)
@@ -156,6 +157,18 @@ def make_plan(config: DeployConfig) -> Plan:
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _place_head(config: DeployConfig, draft: ModelFiles | None) -> DeployConfig:
+    """Have a draft model that is an EAGLE head grow trees inside each target worker."""
+    if draft is None or draft.folder is None or not is_eagle_head(draft.folder):
+        return config
+    why = f"{draft.given} is an EAGLE head, which reads hidden states of one GPU inside the target worker"
+    if config.drafter_placement not in (None, "resident"):
+        raise ValueError(f"drafter_placement: {config.drafter_placement} given, resident needed: {why}")
+    if config.tensor_parallel_size > 1:
+        raise ValueError(f"tensor_parallel_size: {config.tensor_parallel_size} given, 1 needed: {why}")
+    return dataclasses.replace(config, drafter_placement="resident")
 
 
 def _sizes(
@@ -203,7 +216,11 @@ def _held(
 def _read_sizes(folder: Path, *, has_weights: bool, number_bytes: int, kv_number_bytes: int) -> CheckpointSizes:
     # Of one whose weights are still on the Hub the rest can be looked at.
     config = read_served_config(folder) if has_weights else read_json_object(folder / "config.json") or {}
-    return CheckpointSizes.of(folder, config, number_bytes=number_bytes, kv_number_bytes=kv_number_bytes)
+    sizes = CheckpointSizes.of(folder, config, number_bytes=number_bytes, kv_number_bytes=kv_number_bytes)
+    if not is_eagle_head(folder):
+        return sizes
+    # Of every token a hidden row of the target's, and one of the head's own.
+    return dataclasses.replace(sizes, kv=sizes.kv + 2 * int(config["hidden_size"]) * number_bytes)
 
 
 def _tokenizer(folder: Path) -> bytes:
@@ -214,6 +231,14 @@ def _tokenizer(folder: Path) -> bytes:
 
 
 def _check_pair(target_folder: Path, draft_folder: Path, target: CheckpointSizes, draft: CheckpointSizes) -> None:
+    if is_eagle_head(draft_folder):
+        # It has no tokenizer of its own.
+        if draft.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"{draft_folder} has {draft.vocab_size} vocabulary entries, {target_folder} {target.vocab_size}: "
+                "is it a head of this target?"
+            )
+        return
     same = _tokenizer(target_folder) == _tokenizer(draft_folder)
     # Different files may still stand for the same tokens.
     if not same and tokenizer_hash(target_folder) != tokenizer_hash(draft_folder):

@@ -1,9 +1,10 @@
 """A draft worker's drafters, made of its configuration; what each needs (torch, numba) is imported where it grows."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.checkpoint_json import read_json_object
+from outrider.checkpoint_json import is_eagle_head, read_json_object
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.errors import CheckpointError
@@ -60,6 +61,10 @@ def _load_model(config: DraftWorkerConfig) -> "tuple[ModelDrafter, common_pb2.Mo
     from outrider.grammar.compiler import GrammarCompiler
 
     engine = config.engine()
+    if is_eagle_head(Path(engine.model_path)):
+        raise CheckpointError(
+            f"{engine.model_path}: an EAGLE head, which drafts inside its target worker: give it as --draft-model there"
+        )
     runner = ModelRunner(engine)
     drafter = ModelDrafter(
         runner.packed_forward(sessions=config.max_num_seqs),

@@ -10,6 +10,7 @@ from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS
 
 _CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 4096
 
@@ -20,8 +21,11 @@ class TargetWorkerConfig:
 
     Attributes:
         model_path: checkpoint folder; default the embedded target.
-        draft_model: checkpoint folder of a draft model that grows trees inside this worker, on its device and with a
-            share of its memory for KV: for a machine with one GPU. Default: none.
+        draft_model: checkpoint folder of a draft model, or of an EAGLE head of this target, that grows trees inside
+            this worker, on its device and with a share of its memory for KV: for a machine with one GPU. Default: none.
+        draft_branching: children of a node that it grows; 1 grows chains, to compare trees with.
+        max_draft_steps: most growth steps before a round, 1 to 8; 1 as above, to compare with a drafter that guesses
+            one token a round.
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         advertised_host: host under which coordinators dial this worker; default `host`.
@@ -68,6 +72,8 @@ class TargetWorkerConfig:
 
     model_path: str | Path | None = field(default=None, metadata={"option": "--model"})
     draft_model: Path | None = None
+    draft_branching: int = 4
+    max_draft_steps: int = MOST_STEPS
     host: str = "127.0.0.1"
     port: int = 0
     advertised_host: str | None = None
@@ -114,6 +120,10 @@ class TargetWorkerConfig:
             )
         if self.max_tree_nodes < 1:
             raise ValueError(f"max_tree_nodes: {self.max_tree_nodes} given, at least 1 needed")
+        if self.draft_branching < 1:
+            raise ValueError(f"draft_branching: {self.draft_branching} given, at least 1 needed")
+        if not 1 <= self.max_draft_steps <= MOST_STEPS:
+            raise ValueError(f"max_draft_steps: {self.max_draft_steps} given, 1 to {MOST_STEPS} needed")
         if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
         if not 0 <= self.prefill_slowdown < math.inf:

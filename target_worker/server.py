@@ -56,7 +56,9 @@ class TargetWorker(Worker[RoundThread]):
         runner = self._runner = self._reloader.load(
             Path(engine.model_path), lambda: ModelRunner(engine, neighbour=neighbour)
         )
-        draft = None if folder is None else load_draft(runner, folder)
+        draft = None
+        if folder is not None:
+            draft = load_draft(runner, folder, branching=config.draft_branching, most_steps=config.max_draft_steps)
         rounds = RoundConfig(
             max_sessions=config.max_num_seqs,
             max_model_len=runner.info.max_model_len,

@@ -8,7 +8,9 @@ empty.
 `cached` follows: in a target's pool the forward pass that chose the tokens has stored all but the last one, so a row
 whose root alone had no KV (cached = length - 1) stays such a row. In the pool of a drafter that computes here, a row
 whose root has KV (cached = length) goes on over the walked entries up to the first that is not expanded; their slots
-enter the table, all other slots of entries that go are freed in index order.
+enter the table, all other slots of entries that go are freed in index order. A drafter that reads the target's hidden
+states computes what is committed once more, from these: in its pool (`regrows`) no walked entry counts as cached, and
+nothing stays below the new root.
 
 Where the walk ends says what growth was worth, a `TreeEnd`: the last token was an entry, or other entries stood in its
 place, or none did.
@@ -76,7 +78,14 @@ _SCATTERED = [
 ]
 
 
-def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None = None) -> None:
+def re_root(
+    pool: Pool,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    tree_ends: torch.Tensor | None = None,
+    *,
+    regrows: bool = False,
+) -> None:
     """Commit tokens to every row that has some.
 
     Args:
@@ -84,6 +93,7 @@ def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_end
         tokens: [S, M] int32, the tokens committed to each row, in order.
         num_tokens: [S] int32, how many of them; 0 leaves the row as it is. What would exceed the history is left out.
         tree_ends: [S] int32, written: a `TreeEnd` of each row.
+        regrows: whether the tree of a row is grown anew from its committed tokens, in a drafter's pool.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
@@ -98,20 +108,26 @@ def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_end
         check_dtype(name, tensor, _INT32)
         check_place(name, tensor, pool.device, "pool")
     if uses_triton(tokens):
-        _launch(pool, tokens, num_tokens, tree_ends)
+        _launch(pool, tokens, num_tokens, tree_ends, regrows=regrows)
     else:
-        re_root_reference(pool, tokens, num_tokens, tree_ends)
+        re_root_reference(pool, tokens, num_tokens, tree_ends, regrows=regrows)
 
 
 def re_root_reference(
-    pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None = None
+    pool: Pool,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    tree_ends: torch.Tensor | None = None,
+    *,
+    regrows: bool = False,
 ) -> None:
     """`re_root` on a CPU, one row after the other."""
-    _re_root(pool.arrays, tokens.numpy(), num_tokens.numpy(), _NO_ENDS if tree_ends is None else tree_ends.numpy())
+    ends = _NO_ENDS if tree_ends is None else tree_ends.numpy()
+    _re_root(pool.arrays, tokens.numpy(), num_tokens.numpy(), ends, regrows)
 
 
 @compiled
-def _re_root(arrays: Any, tokens: Any, num_tokens: Any, tree_ends: Any) -> None:
+def _re_root(arrays: Any, tokens: Any, num_tokens: Any, tree_ends: Any, regrows: bool) -> None:
     pool = PoolArrays(*arrays)
     trail, places, has_slots = pool.root_ids.shape[1], pool.ids.shape[2], len(pool.slot) > 0
     keep = np.empty(pool.token.shape[1], np.bool_)
@@ -138,7 +154,8 @@ def _re_root(arrays: Any, tokens: Any, num_tokens: Any, tree_ends: Any) -> None:
                             tree_ends[row] = TreeEnd.MISSED
             for place in range(places):
                 pool.root_ids[row, index % trail, place] = pool.ids[row, entry, place] if is_walking else 0
-            if has_slots and is_walking and pool.cached[row] == index and pool.expanded[row, entry]:
+            enters = has_slots and is_walking and not regrows
+            if enters and pool.cached[row] == index and pool.expanded[row, entry]:
                 pool.table[row, index] = pool.slot[row, entry]
                 pool.expanded[row, entry] = False
                 pool.cached[row] += 1
@@ -147,7 +164,7 @@ def _re_root(arrays: Any, tokens: Any, num_tokens: Any, tree_ends: Any) -> None:
             pool.cached[row] = length + committed - 1
         for other in range(pool.count[row]):
             parent = pool.parent[row, other]
-            keep[other] = is_walking and (parent == entry or (parent >= 0 and keep[parent]))
+            keep[other] = is_walking and not regrows and (parent == entry or (parent >= 0 and keep[parent]))
             if keep[other]:
                 pool.depth[row, other] -= committed
                 pool.parent[row, other] = -1 if parent == entry else parent
@@ -157,7 +174,9 @@ def _re_root(arrays: Any, tokens: Any, num_tokens: Any, tree_ends: Any) -> None:
     free_released(pool)
 
 
-def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None) -> None:
+def _launch(
+    pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_ends: torch.Tensor | None, *, regrows: bool
+) -> None:
     nodes, none = pool.nodes, pool.count
     _re_root_kernel[(pool.sessions,)](
         tokens.contiguous(),
@@ -190,6 +209,7 @@ def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor, tree_end
         BLOCK_M=triton.next_power_of_2(tokens.shape[1]),
         HAS_SLOTS=nodes is not None,
         HAS_ENDS=tree_ends is not None,
+        REGROWS=regrows,
         num_warps=4,
         **early_options(pool.device),
     )
@@ -229,6 +249,7 @@ def _re_root_kernel(
     BLOCK_M: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_ENDS: tl.constexpr,
+    REGROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -283,6 +304,8 @@ def _re_root_kernel(
         if HAS_SLOTS:
             # Ancestors are expanded before what hangs below them: the expanded part of the walk is its beginning.
             enters = walked & expanded & (cached == length)
+            if REGROWS:
+                enters = enters & (index < 0)
             table = table_ptr + row.to(tl.int64) * table_width
             tl.store(table + token_index, slot, mask=enters)
             cached += tl.sum(enters.to(tl.int32))
@@ -297,6 +320,8 @@ def _re_root_kernel(
             above = tl.where(parent == last, 1.0, tl.where(parent < 0, -1.0, above))
             value = tl.where(live & (above >= 0), above * acceptance, value)
         keep = value >= 0
+        if REGROWS:
+            keep = keep & (index < 0)
         if HAS_SLOTS:
             gone = expanded & (keep == 0) & (enters == 0)
             tl.store(released_count_ptr + row, release_slots(slot, gone, released_ptr + row * C, 0))

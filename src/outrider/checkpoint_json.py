@@ -1,7 +1,7 @@
 """Reading the JSON files of a checkpoint folder, and which folders are served (torch-free)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,33 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return document
+
+
+def is_eagle_head(folder: Path) -> bool:
+    """True if a folder holds an EAGLE head, as its configuration or the names of its tensors say.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    document = read_json_object(folder / "config.json") or {}
+    if any("eagle" in str(name).lower() for name in document.get("architectures") or ()):
+        return True
+    # Heads of the first layout call themselves Llama, but no Llama has a matrix beside its layers.
+    return any(name.removeprefix("model.") == "fc.weight" for name in _tensor_names(folder))
+
+
+def _tensor_names(folder: Path) -> Iterable[str]:
+    index, file = read_json_object(folder / "model.safetensors.index.json"), folder / "model.safetensors"
+    if index is not None:
+        return index.get("weight_map") or ()
+    if not file.is_file():
+        return ()
+    try:
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            return json.loads(content.read(length) if length < file.stat().st_size else b"")
+    except (OSError, ValueError, MemoryError) as error:
+        raise CheckpointError(f"{file}: truncated, or no safetensors file; copy it again") from error
 
 
 def read_served_config(folder: Path) -> dict[str, Any]:

@@ -1,30 +1,39 @@
-"""The draft model of a target worker: its place in the memory that both share, and whether it fits the target."""
+"""A target worker's drafter: its place in the memory that both share, and whether it fits the target."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from outrider.checkpoint_json import is_eagle_head
 from outrider.drafting.config import GrowthConfig, step_defaults
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
+from outrider.engine.decoder_loading import attention_of
 from outrider.engine.decoder_weights import weight_bytes
+from outrider.engine.eagle import load_eagle_head
+from outrider.engine.eagle_forward import EagleForward
+from outrider.engine.eagle_spec import EagleSpec, read_eagle_spec
+from outrider.engine.eagle_weights import open_head
 from outrider.engine.kv_memory import KvNeighbour, KvShape, step_bytes
 from outrider.engine.model_runner import ModelCard, ModelRunner
+from outrider.engine.packed_forward import Features
 from outrider.errors import CheckpointError
 from outrider.target_worker.drafters.model import DraftModel
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS
 
 # Nodes of a session's tree: half a pool.
 _LIVE_NODES = 128
 
 
 def draft_engine(target: EngineConfig, folder: Path, *, num_slots: int | None = None) -> EngineConfig:
-    """Return the settings of a draft model beside a target: its device, dtype and operators, on one GPU.
+    """Return the settings of a drafter beside a target: its device, dtype and operators, on one GPU.
 
     Args:
         target: settings of the target.
-        folder: checkpoint of the draft.
-        num_slots: tokens whose KV fits the target. The draft has room for as many, and for the nodes of all trees.
+        folder: checkpoint of the drafter.
+        num_slots: tokens whose KV fits the target. The drafter has room for as many, and for the nodes of all trees.
     """
     return replace(
         target,
@@ -42,33 +51,105 @@ def draft_engine(target: EngineConfig, folder: Path, *, num_slots: int | None = 
 
 
 def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
-    """Return the memory that a target has to leave to a draft model.
+    """Return the memory that a target has to leave to a draft model or a head.
 
     Raises:
         CheckpointError: the folder cannot be served.
     """
     engine = draft_engine(target, folder)
-    spec, _ = read_checkpoint(engine)
-    slot_bytes = KvShape(spec, engine).bytes_per_slot
-    weights = weight_bytes(spec, getattr(torch, engine.dtype_name))
+    dtype = getattr(torch, engine.dtype_name)
+    if is_eagle_head(folder):
+        head = _read_head(target, folder)
+        weights, features = open_head(folder).number_count * dtype.itemsize, (len(head.taps) + 1) * head.hidden_size
+        fixed_bytes = weights + step_bytes(engine, head.layer, features=features)
+        # Beside its KV, of every token a hidden row of the target's and one of its own.
+        slot_bytes = KvShape(head.layer, engine).bytes_per_slot + 2 * head.hidden_size * dtype.itemsize
+    else:
+        spec, _ = read_checkpoint(engine)
+        fixed_bytes = weight_bytes(spec, dtype) + step_bytes(engine, spec)
+        slot_bytes = KvShape(spec, engine).bytes_per_slot
     tree_bytes = _LIVE_NODES * target.max_num_seqs * slot_bytes
-    fixed_bytes = weights + step_bytes(engine, spec) + tree_bytes
-    return KvNeighbour(fixed_bytes=fixed_bytes, bytes_per_slot=slot_bytes)
+    return KvNeighbour(fixed_bytes=fixed_bytes + tree_bytes, bytes_per_slot=slot_bytes)
 
 
-def load_draft(target: ModelRunner, folder: Path) -> DraftModel:
-    """Load a draft model beside a target that has left room for it.
+def load_draft(
+    target: ModelRunner, folder: Path, *, branching: int = GrowthConfig.branching, most_steps: int = MOST_STEPS
+) -> DraftModel:
+    """Load a draft model or a head beside a target that has left room for it.
+
+    Args:
+        target: that it drafts for.
+        folder: checkpoint of the drafter.
+        branching: children of a node.
+        most_steps: of growth before a round.
 
     Raises:
-        CheckpointError: the folder cannot be served, or is of another tokenizer than the target's.
+        CheckpointError: the folder cannot be served, or is another target's.
     """
     engine = draft_engine(target.config, folder, num_slots=target.slots.num_slots)
-    _, card = read_checkpoint(engine)
-    check_fits(folder, card, target.info)
-    longest = min(card.max_model_len, target.info.max_model_len)
-    runner = ModelRunner(replace(engine, device=str(target.device), max_model_len=longest))
-    growth = GrowthConfig(max_live_nodes=_LIVE_NODES, max_model_len=longest, **step_defaults(target.config.device))
-    return DraftModel.of_runner(runner, growth)
+    is_head, longest = is_eagle_head(folder), target.info.max_model_len
+    if not is_head:
+        _, card = read_checkpoint(engine)
+        check_fits(folder, card, target.info)
+        longest = min(card.max_model_len, longest)
+    engine = replace(engine, device=str(target.device), max_model_len=longest)
+    growth = GrowthConfig(
+        branching=branching, max_live_nodes=_LIVE_NODES, max_model_len=longest, **step_defaults(target.config.device)
+    )
+    if is_head:
+        return _load_head(target, engine, growth, most_steps)
+    return DraftModel.of_runner(ModelRunner(engine), growth, most_steps=most_steps)
+
+
+def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, most_steps: int) -> DraftModel:
+    folder, model, num_slots = Path(engine.model_path), target.running(), engine.num_slots
+    assert num_slots is not None
+    spec, row_len = _read_head(target.config, folder), growth.max_model_len + growth.capacity
+    head = load_eagle_head(
+        folder,
+        embedding=model.weights.embedding,
+        output=model.weights.head,
+        target_layers=len(model.spec.layers),
+        max_positions=row_len,
+        attend=attention_of(engine, spec.layer.head_dim),
+        final_softcap=model.spec.final_softcap,
+    )
+    shape = KvShape(spec.layer, engine)
+    try:
+        by_slot = torch.zeros((target.slots.num_slots + 1, head.hidden_size), dtype=shape.dtype, device=target.device)
+    except torch.OutOfMemoryError as error:
+        raise CheckpointError(
+            f"{folder}: no room on {target.device} for {target.slots.num_slots} tokens' hidden states beside the "
+            "target: lower kv_cache_memory_fraction, kv_bytes or num_slots"
+        ) from error
+    features = Features(layers=head.taps, fuse=head.fuse, by_slot=by_slot)
+    return DraftModel(
+        make_forward=partial(
+            EagleForward,
+            head,
+            features,
+            caches=shape.caches(num_slots, target.device),
+            sessions=engine.max_num_seqs,
+            row_len=row_len,
+            trims=not engine.captures,
+        ),
+        growth=growth,
+        most_steps=most_steps,
+        num_slots=num_slots,
+        vocab_size=head.vocab_size,
+        captures=engine.captures,
+        features=features,
+    )
+
+
+def _read_head(target: EngineConfig, folder: Path) -> EagleSpec:
+    if target.tensor_parallel_size > 1:
+        raise CheckpointError(
+            f"{folder}: draft_model: an EAGLE head given, which reads hidden states of one GPU: "
+            f"tensor_parallel_size 1 needed, not {target.tensor_parallel_size}"
+        )
+    spec, _ = read_checkpoint(target)
+    return read_eagle_spec(folder, target_layers=len(spec.layers), stored=open_head(folder).names)
 
 
 def check_fits(folder: Path, draft: ModelCard, target: ModelCard) -> None:

@@ -1,7 +1,8 @@
-"""A draft model in the target worker: it grows the pools of the rounds on the device that verifies them.
+"""A drafter in the target worker: it grows the pools of the rounds on the device that verifies them.
 
-The growth step is a draft worker's, with a pool and KV slots of its own. What passes between the two sides over the
-network elsewhere passes in device memory here, in the order of one stream:
+It is a draft model, or an EAGLE head that reads the target's hidden states. The growth step is a draft worker's, with a
+pool and KV slots of its own. What passes between the two sides over the network elsewhere passes in device memory here,
+in the order of one stream:
 
     follow    in each round, behind re-root: rows open and close as the target's, committed tokens leave the trees
     grow      before a round: steps, each of which ends with its new nodes in the target's pool
@@ -9,12 +10,15 @@ network elsewhere passes in device memory here, in the order of one stream:
 Rows have the same numbers in both pools. The host puts no records to the drafter and waits for nothing. It decides how
 many steps run, and reads their reports with that of the round that followed them, for the calibration.
 
+A head computes committed tokens once more from the target's hidden states, and grows what hangs below them anew. It
+begins with a session once the target has computed its prompt: its rows have the target's states.
+
 A session whose KV finds no slot here goes on without growth until others end. Sessions that ask for whole trees (sync
 mode), for another rule than the coupled one or for a grammar are not drafted.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,11 +32,11 @@ from outrider.drafting.config import GrowthConfig
 from outrider.drafting.expansions import Expansions
 from outrider.drafting.program import GrowthProgram
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.packed_forward import ForwardPass
+from outrider.engine.packed_forward import Features, ForwardPass
 from outrider.growth_source import GrowthSource
 from outrider.kernels.drafting.children import REPORT_COUNTS
 from outrider.kernels.drafting.records import follow_records, growth_records
-from outrider.kernels.pool.columns import Pool
+from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.records import WORDS
 from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
@@ -50,32 +54,43 @@ _TIME_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftModel:
-    """A draft model, loaded.
+    """A draft model or a head, loaded.
 
     Attributes:
-        forward: its forward pass.
+        make_forward: its forward pass, given the KV slots of the target's rows.
         growth: how it grows trees.
+        most_steps: of growth before a round.
         num_slots: tokens whose KV fits.
         vocab_size: columns of its logits.
         captures: whether its steps are CUDA graphs.
+        features: of the target, which a head reads; None of a model.
     """
 
-    forward: ForwardPass
+    make_forward: Callable[[torch.Tensor], ForwardPass]
     growth: GrowthConfig
+    most_steps: int = MOST_STEPS
     num_slots: int
     vocab_size: int
     captures: bool
+    features: Features | None = None
 
     @classmethod
-    def of_runner(cls, runner: ModelRunner, growth: GrowthConfig) -> Self:
+    def of_runner(cls, runner: ModelRunner, growth: GrowthConfig, *, most_steps: int = MOST_STEPS) -> Self:
         """Return a loaded checkpoint's."""
+        forward = runner.packed_forward(sessions=runner.config.max_num_seqs)
         return cls(
-            forward=runner.packed_forward(sessions=runner.config.max_num_seqs),
+            make_forward=lambda _target_table: forward,
             growth=growth,
+            most_steps=most_steps,
             num_slots=runner.slots.num_slots,
             vocab_size=runner.vocab_size,
             captures=runner.config.captures,
         )
+
+    @property
+    def source(self) -> GrowthSource:
+        """What its nodes are reported as."""
+        return GrowthSource.MODEL if self.features is None else GrowthSource.EAGLE
 
 
 class ResidentProgram(GrowthProgram):
@@ -93,7 +108,7 @@ class ResidentProgram(GrowthProgram):
         self, draft: DraftModel, calibration: AcceptanceCalibration, pool: Pool, *, place: int, records: int
     ) -> None:
         super().__init__(
-            draft.forward,
+            draft.make_forward(pool.table),
             draft.growth,
             calibration,
             sessions=pool.sessions,
@@ -103,8 +118,9 @@ class ResidentProgram(GrowthProgram):
             captures=draft.captures,
             # One more than is ever unread: of early words there is a buffer less.
             ahead=_ROUNDS_AHEAD * MOST_STEPS + 1,
+            regrows=draft.features is not None,
         )
-        self._target, self._place = pool, place
+        self._target, self._place, self._source = pool, place, draft.source
         self._followed, self._follow_verdicts = self._column(records, WORDS), self._column(records)
         most = self.lines * self.branching
         self._growth, self._growth_verdicts, self._growth_count = (
@@ -124,6 +140,10 @@ class ResidentProgram(GrowthProgram):
         follow_records(records, count, is_drafted, self._followed, place=self._place, longest=longest)
         graft(self.pool, self._followed, count, self._follow_verdicts, self._no_commits, self._num_none)
         self._commit(tokens, num_tokens)
+        if self._regrows:
+            # While the target computes a prompt, and while it rests, so does the drafter's row.
+            state = self.pool.state
+            state.copy_(torch.where(state == RowState.EMPTY, state, self._target.state))
 
     def _take(self) -> None:
         """See `GrowthProgram`: rounds have done it, in `follow`."""
@@ -133,7 +153,7 @@ class ResidentProgram(GrowthProgram):
         """See `GrowthProgram`: into the target's pool."""
         columns = self._nodes[:size], self._acceptances[:size], self._made[:size], self._parent_ids[:size]
         growth_records(
-            self.pool, rows, columns, self._growth, self._growth_count, place=self._place, drafter=GrowthSource.MODEL
+            self.pool, rows, columns, self._growth, self._growth_count, place=self._place, drafter=self._source
         )
         graft(
             self._target, self._growth, self._growth_count, self._growth_verdicts, self._no_commits, self._num_none
@@ -153,7 +173,7 @@ class ResidentProgram(GrowthProgram):
 
 
 class ResidentModel:
-    """A draft model beside the rounds of a target.
+    """A draft model or a head beside the rounds of a target.
 
     Args:
         draft: the model.
@@ -163,6 +183,7 @@ class ResidentModel:
 
     Attributes:
         place: as given.
+        source: what its nodes are reported as.
         pool: its own trees.
         calibration: of all sessions.
         pace: how many steps pay.
@@ -171,13 +192,14 @@ class ResidentModel:
 
     def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
         growth = draft.growth
-        self.place, self._growth, self._capacity = place, growth, pool.capacity
+        self.place, self.source, self._growth, self._capacity = place, draft.source, growth, pool.capacity
+        self._regrows = draft.features is not None
         self.calibration = AcceptanceCalibration(
             branching=max(growth.branching, 2),
             prior_strength=growth.prior_strength,
             decay=growth.calibration_decay,
         )
-        self.pace, self.steps, self._vocab_size = DraftSteps(), 0, draft.vocab_size
+        self.pace, self.steps, self._vocab_size = DraftSteps(draft.most_steps), 0, draft.vocab_size
         self._program = ResidentProgram(draft, self.calibration, pool, place=place, records=records)
         self.pool = self._program.pool
         self._expansions = Expansions(pool.sessions, self._program.lines, self._program.branching)
@@ -208,7 +230,7 @@ class ResidentModel:
             stop_ids=session.stop_token_ids,
             # Half a pool: draft workers have the rest.
             max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching)
-            * session.is_drafted,
+            * session.is_drafted_by(self.source),
             max_depth=min(session.max_depth, self._growth.capacity),
         )
 
@@ -229,12 +251,19 @@ class ResidentModel:
         """Launch as many steps as pay before the next round.
 
         Args:
-            sessions: that are drafted, and may run.
+            sessions: that the target has rows for.
 
         Returns:
             How many.
         """
-        sessions = [session for session in sessions if session.length < self.pool.max_len]
+        sessions = [
+            session
+            for session in sessions
+            if session.may_grow(self.source)
+            and session.length < self.pool.max_len
+            # The rows of others rest.
+            and (session.is_prefilled or not self._regrows)
+        ]
         count = min(self.pace.choose(len(sessions)), _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in sessions)
         for number in range(count):
@@ -279,6 +308,9 @@ class ResidentModel:
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the calibration what a round has committed, once the steps before it have been read."""
         seen = self._expansions.commit(row, np.array(tokens, np.int64))
+        if self._regrows:
+            # The new root is expanded as a root, whatever it was before.
+            self._expansions.drop_tree(row)
         if len(seen):
             self.calibration.observe_parents(seen)
 

@@ -28,9 +28,14 @@ _EXPLORED, _MOST_SAVED_STEPS = 0.01, 4
 
 
 class DraftSteps:
-    """Averages of what steps and rounds have brought, and the number of steps that follows from them."""
+    """Averages of what steps and rounds have brought, and the number of steps that follows from them.
 
-    def __init__(self) -> None:
+    Args:
+        most: steps before a round.
+    """
+
+    def __init__(self, most: int = MOST_STEPS) -> None:
+        self._most = most
         self._values = [_PRIOR_DECAY**number for number in range(MOST_STEPS)]
         self._step_ns = self._tokens = self._time_ns = self._saved_ns = 0.0
         self._gained, self._expanded = _PRIOR_YIELD, 1.0
@@ -44,12 +49,12 @@ class DraftSteps:
         if not sessions:
             return 0
         if not self._time_ns or not self._step_ns:
-            return _FIRST_STEPS
+            return min(_FIRST_STEPS, self._most)
         least = self._tokens / self._time_ns * self._step_ns
         each = max(self._gained, 0.0) / self._expanded * sessions
-        sums = [0.0, *accumulate(each * value - least for value in self._values)]
+        sums = [0.0, *accumulate(each * value - least for value in self._values[: self._most])]
         count = sums.index(max(sums))
-        if count < MOST_STEPS and self._saved_ns >= self._step_ns:
+        if count < self._most and self._saved_ns >= self._step_ns:
             self._saved_ns -= self._step_ns
             count += 1
         return count

@@ -616,9 +616,7 @@ class RoundLoop:
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
         growth_steps = 0
         if self._drafter is not None:
-            growth_steps = self._drafter.grow(
-                [session for session in self._by_row if session is not None and session.may_grow]
-            )
+            growth_steps = self._drafter.grow([session for session in self._by_row if session is not None])
         bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
         self._launched.append(
             _Launched(bucket=bucket, level=self._level, chunks=planned, growth_steps=growth_steps)

@@ -90,7 +90,7 @@ class RoundProgram:
         vocab_size: V.
         device: of the model.
         captures: whether rounds are captured in CUDA graphs.
-        draft: a draft model that grows the trees here; None without one.
+        draft: a draft model or a head that grows the trees here; None without one.
 
     Attributes:
         pool: the trees.
@@ -189,9 +189,11 @@ class RoundProgram:
 
     @classmethod
     def of_runner(cls, runner: ModelRunner, config: RoundConfig, *, draft: DraftModel | None = None) -> Self:
-        """Return the program of a loaded target, perhaps with a draft model beside it."""
+        """Return the program of a loaded target, perhaps with a drafter beside it."""
         return cls(
-            runner.packed_forward(sessions=config.max_sessions + MAX_CHUNKS),
+            runner.packed_forward(
+                sessions=config.max_sessions + MAX_CHUNKS, features=None if draft is None else draft.features
+            ),
             config,
             num_slots=runner.slots.num_slots,
             row_len=runner.slots.max_row_len,

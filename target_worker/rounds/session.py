@@ -136,18 +136,16 @@ class Session:
         """True if it depends on the sessions of the round before who takes part in the next one."""
         return self.is_sync or self.is_alone or self.is_aside
 
-    @property
-    def is_drafted(self) -> bool:
+    def is_drafted_by(self, source: GrowthSource) -> bool:
         """True if a resident drafter grows its tree: what it puts out is chosen from ranked logits alone."""
         sampling = self.sampling
-        if self.mode is not SpeculationMode.ASYNC or GrowthSource.MODEL not in self.sources:
+        if self.mode is not SpeculationMode.ASYNC or source not in self.sources:
             return False
         return sampling.rule is VerificationRule.COUPLED and not sampling.grammar and not sampling.forced_token_ids
 
-    @property
-    def may_grow(self) -> bool:
+    def may_grow(self, source: GrowthSource) -> bool:
         """True if a resident drafter grows its tree now."""
-        return self.is_drafted and self.length < min(self.limit, self.reach)
+        return self.is_drafted_by(source) and self.length < min(self.limit, self.reach)
 
     @property
     def output(self) -> list[int]:

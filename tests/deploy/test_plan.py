@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -18,7 +19,7 @@ from outrider.deploy import plan as plan_module
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.plan import Gpu, make_plan
 from outrider.errors import CheckpointError, OutriderError
-from outrider.models import embedded_draft_path, embedded_target_path
+from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
 
 GPU = Gpu(name="NVIDIA H100", total_bytes=80_000_000_000, free_bytes=79_000_000_000)
 
@@ -93,6 +94,31 @@ def test_a_resident_draft_is_a_part_of_its_target(monkeypatch: pytest.MonkeyPatc
     assert both.target_kv_bytes / both.draft_kv_bytes == pytest.approx(ratio + 1)
     lines = make_plan(DeployConfig(port=0, drafter_placement="both")).lines
     assert [text.split()[0] for text in lines].count("drafter") == 2
+
+
+def test_a_head_is_resident_by_itself(monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 1)
+    pair: dict[str, Any] = {"target_model": str(embedded_target_path()), "draft_model": str(embedded_eagle_path())}
+    config = DeployConfig(port=0, **pair)
+    plan = make_plan(config)
+    assert (plan.config.drafter_placement, plan.config.drafts) == ("resident", 0)
+    assert plan.config.resident_model == embedded_eagle_path()
+    assert "inside each target worker" in line(config, "drafter")
+    assert make_plan(DeployConfig(port=0, draft_model=str(embedded_eagle_path()))).config.drafts == 0
+    placements: tuple[Literal["worker", "both"], ...] = ("worker", "both")
+    for placement in placements:
+        with pytest.raises(ValueError, match=rf"drafter_placement: {placement} given, resident needed: .* EAGLE"):
+            make_plan(DeployConfig(port=0, drafter_placement=placement, **pair))
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 given, 1 needed: .* EAGLE head"):
+        make_plan(DeployConfig(port=0, tensor_parallel_size=2, target_gpus=0, **pair))
+
+
+def test_a_head_needs_its_targets_vocabulary(tmp_path: Path):
+    other = checkpoint(tmp_path / "other", vocab_size=9000)
+    with pytest.raises(
+        CheckpointError, match=r"has 8192 vocabulary entries, .*other 9000: is it a head of this target"
+    ):
+        make_plan(DeployConfig(port=0, target_model=other, draft_model=str(embedded_eagle_path())))
 
 
 def test_a_model_too_large_for_its_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

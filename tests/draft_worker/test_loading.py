@@ -13,7 +13,7 @@ from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.loading import load_drafters
 from outrider.errors import CheckpointError, CorpusError
 from outrider.growth_source import GrowthSource
-from outrider.models import embedded_draft_path
+from outrider.models import embedded_draft_path, embedded_eagle_path
 
 
 @pytest.fixture
@@ -68,6 +68,11 @@ def test_what_is_missing_is_named(folder: Path):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         load_drafters(DraftWorkerConfig(source="ngram", model_path=folder))
+
+
+def test_a_head_belongs_into_a_target_worker():
+    with pytest.raises(CheckpointError, match=r"an EAGLE head, which drafts inside its target worker: .*--draft-model"):
+        load_drafters(DraftWorkerConfig(model_path=embedded_eagle_path()))
 
 
 CODE = """

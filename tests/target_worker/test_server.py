@@ -111,6 +111,8 @@ async def test_a_folder_that_is_no_checkpoint_ends_it(tmp_path: Path) -> None:
         ({"max_step_tokens": 8}, "at least max_num_seqs"),
         ({"max_tree_nodes": 0}, "max_tree_nodes: 0"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens: 0"),
+        ({"draft_branching": 0}, "draft_branching: 0 given, at least 1"),
+        ({"max_draft_steps": 9}, "max_draft_steps: 9 given, 1 to 8"),
         ({"prefill_slowdown": -0.1}, "prefill_slowdown: -0.1"),
         ({"coordinators": ("localhost",)}, "host:port"),
         ({"threads": 0}, "torch_threads"),

@@ -84,10 +84,16 @@ class Bucket:
         return min(self.rows, self.entries + self.sessions)
 
 
-def growth_buckets(config: GrowthConfig, sessions: int, *, on_gpu: bool) -> list[Bucket]:
+def growth_buckets(config: GrowthConfig, sessions: int, *, on_gpu: bool, least_rows: int = 1) -> list[Bucket]:
     """Return the buckets of steps of so many sessions, smallest first.
 
     A CPU computes no padding, so one bucket serves all steps there.
+
+    Args:
+        config: see there.
+        sessions: of the largest buckets.
+        on_gpu: where steps run.
+        least_rows: of a bucket, as far as steps have as many.
     """
     chunk, entries = config.max_step_tokens, config.max_step_nodes
     most, widest = max(config.max_session_nodes, SHORT_GAP), entries + sessions
@@ -95,7 +101,7 @@ def growth_buckets(config: GrowthConfig, sessions: int, *, on_gpu: bool) -> list
         rows = chunk + entries + SHORT_GAP * sessions
         return [Bucket(rows=rows, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
     found: dict[Bucket, None] = {}
-    for rows in (*(rung for rung in _RUNGS if rung < widest), widest):
+    for rows in (*(max(rung, least_rows) for rung in _RUNGS if max(rung, least_rows) < widest), widest):
         for fitting in (1, 16, 64, sessions):
             if fitting <= min(rows, sessions) and not (fitting == 1 and rows > most + SHORT_GAP):
                 found[Bucket(rows=rows, sessions=fitting, most=min(most, rows), entries=min(entries, rows))] = None
@@ -115,6 +121,7 @@ class GrowthProgram:
         device: of the model.
         captures: whether steps are captured in CUDA graphs.
         ahead: most steps that are launched, and not read.
+        regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
 
     Attributes:
         pool: the trees.
@@ -138,9 +145,10 @@ class GrowthProgram:
         device: torch.device,
         captures: bool,
         ahead: int = 2,
+        regrows: bool = False,
     ) -> None:
         self._model, self._config, self.device = model, config, device
-        self._vocab_size = vocab_size
+        self._vocab_size, self._regrows = vocab_size, regrows
         self.branching = min(config.branching, vocab_size)
         # The best child's estimate needs the second's score, whether or not that becomes a node.
         self._ranked = min(max(config.branching, 2), vocab_size)
@@ -158,7 +166,9 @@ class GrowthProgram:
         assert nodes is not None
         nodes.free[:num_slots] = torch.arange(num_slots, dtype=torch.int32, device=device)
         nodes.free_tail.fill_(num_slots)
-        self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu)
+        # Where each commit makes a gap, the smallest bucket has room for a session's.
+        least_rows = SHORT_GAP if regrows else 1
+        self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu, least_rows=least_rows)
         self.times_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
         self.lines = max(bucket.lines for bucket in self.buckets)
@@ -305,7 +315,7 @@ class GrowthProgram:
         self._commit(self._commits, self._num_commits)
 
     def _commit(self, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        re_root(self.pool, tokens, num_tokens)
+        re_root(self.pool, tokens, num_tokens, regrows=self._regrows)
         count_tokens(self._processors, tokens, num_tokens)
 
     def _hand_on(self, rows: SampledRows, size: int) -> None:

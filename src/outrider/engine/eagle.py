@@ -1,16 +1,11 @@
-"""An EAGLE head: one layer that drafts from the target's hidden states, with KV in the target's slots.
+"""An EAGLE head: one layer that drafts from the target's hidden states.
 
     eagle1   h[i] = layer(fc [embedding(token i+1), f[i]])               logits = target's output(h)
     eagle3   g[i] = fc [features of i], once;  h[i] = layer([norm(embedding(token i+1)), norm(g[i])]) beside g[i]
                                                                         logits = own output(norm(h))
 
 h[i] says what follows token i + 1. Drafting on, it stands where f or g stood: row i + 1 of a drafted token t reads
-h[i] and the embedding of t. Row i has position i and stores its key and value in the slot of key index i, so a
-session's row of the slot table holds for the head as it does for the target: the head is one more layer. Its entry of
-index i is written when token i + 1 is known.
-
-Where nothing is drafted from a row, `store` is all that it needs: there is one layer, so what a row stores depends on
-nothing that it sees.
+h[i] and the embedding of t. Row i has position i. `outrider.engine.eagle_forward` runs it in growth steps.
 
 Nothing waits for the device and no shape depends on values, so all of it can be captured in a graph. On CPU tensors the
 operators run their references.

@@ -98,10 +98,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
-    """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors."""
+def step_bytes(config: EngineConfig, spec: DecoderSpec, *, features: int = 0) -> int:
+    """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors.
+
+    Args:
+        config: of the model.
+        spec: of the model.
+        features: numbers of each row that are handed on to a head.
+    """
     itemsize = getattr(torch, config.dtype_name).itemsize
-    row = 4 * spec.hidden_size + 3 * spec.intermediate_size // config.tensor_parallel_size
+    row = 4 * spec.hidden_size + 3 * spec.intermediate_size // config.tensor_parallel_size + features
     return _LARGEST_PREFILL * row * itemsize + 3 * _MOST_LOGIT_ROWS * spec.vocab_size * 4
 
 

@@ -11,7 +11,7 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_loading import load_decoder
 from outrider.engine.kv_memory import KvNeighbour, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
-from outrider.engine.packed_forward import PackedForward, PackedShape
+from outrider.engine.packed_forward import Features, PackedForward, PackedShape
 from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.weight_reload import RunningModel, refill_decoder
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
@@ -132,8 +132,12 @@ class ModelRunner:
         """Columns of the logits."""
         return self.info.vocab_size
 
-    def packed_forward(self, *, sessions: int) -> PackedForward:
+    def packed_forward(self, *, sessions: int, features: Features | None = None) -> PackedForward:
         """Return the forward pass over rows that a pool has packed, for steps of so many sessions at most.
+
+        Args:
+            sessions: of a step.
+            features: that every pass writes, for a head beside the model; on one GPU.
 
         Raises:
             CheckpointError: KV has left no memory for it.
@@ -148,6 +152,7 @@ class ModelRunner:
                 ranks=self.ranks,
                 fixed=self.config.deterministic,
                 trims=not self.config.captures and self.ranks.world_size == 1,
+                features=features,
             )
         except torch.OutOfMemoryError as error:
             raise CheckpointError(

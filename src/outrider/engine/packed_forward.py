@@ -10,7 +10,7 @@ of a tree reads its own path behind its prefix, as if the path had been decoded 
 Shapes: R rows, N sessions, W mask words as in `outrider.kernels.pool.pack`; L rows with logits, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +27,21 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 # In deterministic mode: keys of a split, most splits of a session, and rows of a session at least, from which on the
 # shape of attention's tiles depends on them no more.
 _FIXED_SPLIT_KEYS, _MOST_FIXED_SPLITS, _FIXED_QUERY_LEN = 1024, 16, 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Features:
+    """Hidden states of a model by the KV slot of their row, for a head that drafts from them.
+
+    Attributes:
+        layers: where they are read, as in `DecoderInputs.feature_layers`.
+        fuse: [T, F] of these layers, side by side, to the [T, N'] that the head reads.
+        by_slot: [num_slots + 1, N'], written by every pass; the last row is that of padding.
+    """
+
+    layers: tuple[int, ...]
+    fuse: Callable[[torch.Tensor], torch.Tensor]
+    by_slot: torch.Tensor
 
 
 class ForwardPass(Protocol):
@@ -72,6 +87,7 @@ class PackedForward:
         fixed: deterministic mode.
         trims: whether a step is run without padding, which waits for the device to tell how large it is; otherwise
             launches depend on its bucket alone.
+        features: written by every pass; None where no head reads them.
 
     Attributes:
         ranks: as given.
@@ -88,8 +104,10 @@ class PackedForward:
         ranks: Ranks,
         fixed: bool = False,
         trims: bool = False,
+        features: Features | None = None,
     ) -> None:
         self._decoder, self._caches, self._trims, self.ranks = decoder, caches, trims, ranks
+        self._features = features
         self.dtype = decoder.weights.embedding.dtype
         split_keys = max(_FIXED_SPLIT_KEYS, -(-row_len // _MOST_FIXED_SPLITS))
         self._split_keys = split_keys if fixed else None
@@ -205,6 +223,10 @@ class PackedForward:
         if is_fixed:
             paths = torch.empty((tree_mask.shape[0], 64 * tree_mask.shape[1]), dtype=torch.int32, device=slots.device)
             gather_paths(slots, packed.sessions[:count], tree_start, key_len, tree_mask, paths)
+        features, wanted = self._features, None
+        if features is not None:
+            width = len(features.layers) * self._decoder.spec.hidden_size
+            wanted = features.by_slot.new_empty((len(positions), width))
         inputs = DecoderInputs(
             token_ids=packed.tokens[:count],
             positions=positions,
@@ -225,6 +247,10 @@ class PackedForward:
             ),
             key_caches=self._caches.keys,
             value_caches=self._caches.values,
+            feature_layers=() if features is None else features.layers,
+            features=wanted,
         )
         hidden = self._decoder.forward(inputs)
+        if features is not None and wanted is not None:
+            features.by_slot.index_copy_(0, write_slots.long(), features.fuse(wanted))
         return self._decoder.logits(hidden, rows) if len(rows) else hidden.new_empty((0, self._decoder.spec.vocab_size))

@@ -8,6 +8,7 @@ one for all.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -127,6 +128,11 @@ class SafetensorsSource:
         for name, file in self._file_of.items():
             found.setdefault(file, []).append(name)
         return found
+
+    @property
+    def number_count(self) -> int:
+        """Numbers of all tensors."""
+        return sum(math.prod(self._slice(name).get_shape()) for name in self._file_of)
 
     def stores(self, name: str) -> bool:
         """Whether the checkpoint has the tensor."""

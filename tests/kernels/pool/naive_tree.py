@@ -77,7 +77,8 @@ class NaiveSession:
     opens it.
     """
 
-    def __init__(self, *, capacity: int, places: int, trail: int, owns_slots: bool) -> None:
+    def __init__(self, *, capacity: int, places: int, trail: int, owns_slots: bool, regrows: bool = False) -> None:
+        self.regrows = regrows
         self.capacity = capacity
         self.places = places
         self.trail = trail
@@ -264,7 +265,9 @@ class NaiveSession:
             elif self.tree_end is TreeEnd.COVERED:
                 self.tree_end = TreeEnd.MISSED if self.root.children else TreeEnd.STARVED
             self._commit_node(child or Node(token))
-        if self.owns_slots:
+        if self.regrows:
+            self._drop_entries()
+        elif self.owns_slots:
             self._cache_walked(walked, before)
         elif self.cached == before - 1:
             self.cached = self.length - 1
@@ -449,10 +452,12 @@ class NaivePool:
         trail: int,
         most_commits: int,
         owns_slots: bool = False,
+        regrows: bool = False,
     ) -> None:
         self.most_commits = most_commits
         self.sessions = [
-            NaiveSession(capacity=capacity, places=places, trail=trail, owns_slots=owns_slots) for _ in range(sessions)
+            NaiveSession(capacity=capacity, places=places, trail=trail, owns_slots=owns_slots, regrows=regrows)
+            for _ in range(sessions)
         ]
         self.free: deque[int] = deque()
 

@@ -88,8 +88,10 @@ class Pair:
         self.compare()
         ends = torch.full_like(num_commits, -1)
         its_ends = ends.to(self.device, copy=True)
-        re_root_reference(self.loops, commits, num_commits, ends)
-        re_root(self.kernels, theirs[1], theirs[2], its_ends)
+        # Drafters of both kinds, one after the other.
+        regrows = self.drafts and self.random.random() < 0.3
+        re_root_reference(self.loops, commits, num_commits, ends, regrows=regrows)
+        re_root(self.kernels, theirs[1], theirs[2], its_ends, regrows=regrows)
         assert its_ends.tolist() == ends.tolist()
         self.compare()
         if not self.drafts:

@@ -46,6 +46,7 @@ class Both:
         places: int,
         trail: int,
         node_slots: int | None = None,
+        regrows: bool = False,
     ) -> None:
         self._device = device
         self.pool = Pool.allocate(
@@ -64,7 +65,9 @@ class Both:
             trail=trail,
             most_commits=MOST_COMMITS,
             owns_slots=node_slots is not None,
+            regrows=regrows,
         )
+        self._regrows = regrows
         self._selection = Selection.allocate(self.pool, BUCKETS)
         self._packed = [Packed.allocate(self.pool, bucket, scrap_slot=SCRAP_SLOT) for bucket in BUCKETS]
         self._commits = self._ints([[-1] * MOST_COMMITS] * sessions)
@@ -125,7 +128,7 @@ class Both:
 
     def commit(self) -> None:
         """Commit the tokens of the records that were grafted last."""
-        re_root(self.pool, self._commits, self._num_commits)
+        re_root(self.pool, self._commits, self._num_commits, regrows=self._regrows)
         self.naive.re_root([session.commits for session in self.naive.sessions])
         self.check()
 
@@ -680,12 +683,14 @@ def test_a_tree_that_was_lost_finds_its_place_again() -> None:
 class Draft:
     """Sessions of a draft worker; every tick is a growth step. `edits` is how likely a row edit is."""
 
-    def __init__(self, seed: int, device: torch.device = CPU, *, node_slots: int, edits: float = 0.05) -> None:
+    def __init__(
+        self, seed: int, device: torch.device = CPU, *, node_slots: int, edits: float = 0.05, regrows: bool = False
+    ) -> None:
         self._edits = edits
         self.short_of: Counter[str] = Counter()
         self.verdicts: Counter[Verdict] = Counter()
         self._rng = random.Random(seed)
-        self.both = Both(device, sessions=3, capacity=16, places=1, trail=4, node_slots=node_slots)
+        self.both = Both(device, sessions=3, capacity=16, places=1, trail=4, node_slots=node_slots, regrows=regrows)
         self._generations = [0] * 3
 
     def tick(self) -> None:
@@ -757,12 +762,13 @@ class Draft:
         return [*tokens, *self._rng.choices(range(VOCABULARY), k=self._rng.choice([0, 0, 1, 2]))]
 
 
+@pytest.mark.parametrize("regrows", [False, True], ids=["keeps", "regrows"])
 @pytest.mark.parametrize("node_slots", [128, 512])
-def test_growth_of_a_drafter_that_computes_here(node_slots: int) -> None:
+def test_growth_of_a_drafter_that_computes_here(node_slots: int, regrows: bool) -> None:
     short_of: Counter[str] = Counter()
     verdicts: Counter[Verdict] = Counter()
     for seed in range(6):
-        draft = Draft(seed, node_slots=node_slots)
+        draft = Draft(seed, node_slots=node_slots, regrows=regrows)
         for _ in range(60):
             draft.tick()
         short_of += draft.short_of
@@ -808,8 +814,10 @@ def test_kernels_take_it_as_the_naive_tree_does(triton_device: torch.device) -> 
     # The interpreter takes a second for a few ticks.
     ticks = 16 if triton_device.type == "cpu" else 300
     noise, draft = Noise(1, triton_device), Draft(1, triton_device, node_slots=128, edits=0.2)
+    head = Draft(2, triton_device, node_slots=128, regrows=True)
     service = Service(Habits(sessions=2, capacity=8, trail=4), 1, triton_device)
     for _ in range(ticks):
         noise.tick()
         draft.tick()
+        head.tick()
         service.tick()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.outrider.engine.families import SIZES, VOCAB
+from tests.outrider.engine.plain_eagle import PlainHead
 from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.outrider.engine.step_rows import StepBuilder, StepRows, ancestor_masks, node_depths
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from outrider.engine.decoder_spec import DecoderSpec
@@ -48,72 +48,6 @@ def load_head(folder: Path, target: Path, *, device: str = "cpu", dtype: torch.d
         folder, embedding=weights.embedding, output=weights.head, target_layers=len(weights.layers),
         max_positions=weights.rotary_tables[0].shape[0],
     )  # fmt: skip
-
-
-class PlainHead:
-    """A head in plain torch, one row after the other, with the keys and values of its path in lists."""
-
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.tensors = {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
-        self.config = json.loads((folder / "config.json").read_text())
-        of_target = load_file(target / "model.safetensors")
-        self.embedding = of_target["model.embed_tokens.weight"].double()
-        self.output = self.tensors.get("lm_head.weight", of_target["lm_head.weight"].double())
-        self.is_third = "norm.weight" in self.tensors
-        self.prefix = "midlayer." if self.is_third else "layers.0."
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def of(self, name: str) -> torch.Tensor:
-        return self.tensors[f"{self.prefix}{name}.weight"]
-
-    def norm(self, row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return row / (row.square().mean() + self.config["rms_norm_eps"]).sqrt() * weight
-
-    def turned(self, heads: torch.Tensor, position: int) -> torch.Tensor:
-        half = heads.shape[-1] // 2
-        angles = position * self.config["rope_theta"] ** -(torch.arange(half).double() / half)
-        turned = torch.view_as_complex(torch.stack((heads[:, :half], heads[:, half:]), -1)) * torch.exp(1j * angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def row(self, entering: torch.Tensor, token: int, position: int) -> torch.Tensor:
-        """One row's hidden state; what enters is fused already."""
-        embedded = self.embedding[token]
-        if self.is_third:
-            normed = self.norm(entering, self.of("hidden_norm"))
-            stream = normed if self.config.get("norm_before_residual") else entering
-            wide = torch.cat((self.norm(embedded, self.of("input_layernorm")), normed))
-        else:
-            stream = wide = self.tensors["fc.weight"] @ torch.cat((embedded, entering)) + self.tensors["fc.bias"]
-        dim = self.config["head_dim"]
-        query, key, value = ((self.of(f"self_attn.{name}_proj") @ wide).view(-1, dim) for name in "qkv")
-        self.keys.append(self.turned(key, position))
-        self.values.append(value)
-        group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
-        keys, values = (torch.stack(held, 1).repeat_interleave(group, 0) for held in (self.keys, self.values))
-        weights = (self.turned(query, position)[:, None] @ keys.mT * dim**-0.5).softmax(-1)
-        stream = stream + self.of("self_attn.o_proj") @ (weights @ values).flatten()
-        rows = self.norm(stream, self.of("post_attention_layernorm"))
-        gated = functional.silu(self.of("mlp.gate_proj") @ rows) * (self.of("mlp.up_proj") @ rows)
-        return stream + self.of("mlp.down_proj") @ gated
-
-    def path(self, features: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
-        """The last row's logits [V] after rows with features [n, F] and then drafted tokens."""
-        self.keys, self.values = [], []
-        hidden = features[0]
-        for position, feature in enumerate(features.double()):
-            entering = self.tensors["fc.weight"] @ feature if self.is_third else feature
-            hidden = self.row(entering, tokens[position], position)
-        for depth, token in enumerate(drafted):
-            hidden = self.row(hidden, token, len(features) + depth)
-        if not self.is_third:
-            return self.output @ hidden
-        logits = self.output @ self.norm(hidden, self.tensors["norm.weight"])
-        if "d2t" not in self.tensors:
-            return logits
-        full = torch.full((VOCAB,), float("-inf"), dtype=torch.float64)
-        full[torch.arange(len(logits)) + self.tensors["d2t"].long()] = logits
-        return full
 
 
 class Session:

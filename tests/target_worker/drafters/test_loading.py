@@ -1,4 +1,4 @@
-"""A draft model beside a target: the memory that is left to it, and whether it fits."""
+"""A draft model or a head beside a target: the memory that is left to it, and whether it fits."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.target_worker.conftest import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.errors import CheckpointError
-from outrider.models import embedded_draft_path, embedded_target_path
+from outrider.growth_source import GrowthSource
+from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
 from outrider.target_worker.drafters.loading import load_draft, room_for_draft
 
 
-def test_both_share_the_memory_for_kv():
-    folder = embedded_draft_path()
+@pytest.mark.parametrize("folder", [embedded_draft_path(), embedded_eagle_path()], ids=["model", "head"])
+def test_both_share_the_memory_for_kv(folder: Path):
     engine = EngineConfig(model_path=embedded_target_path(), kv_bytes=1 << 24, max_num_seqs=4)
     alone = ModelRunner(engine).slots.num_slots
     room = room_for_draft(engine, folder)
@@ -44,6 +47,59 @@ def test_a_draft_with_a_shorter_context_drafts_as_far_as_that(checkpoint: Path, 
     assert room_for_draft(engine, tmp_path).fixed_bytes > 0
     draft = load_draft(ModelRunner(engine), tmp_path)
     assert draft.growth.max_model_len == 40
+
+
+def test_a_head_takes_memory_for_its_kv_and_two_hidden_rows_of_every_token():
+    engine = EngineConfig(model_path=embedded_target_path(), dtype="bfloat16", max_num_seqs=4)
+    document = json.loads((embedded_eagle_path() / "config.json").read_text())
+    kv = 2 * document["num_key_value_heads"] * document["head_dim"]
+    assert room_for_draft(engine, embedded_eagle_path()).bytes_per_slot == 2 * (kv + 2 * document["hidden_size"])
+    head = load_draft(
+        ModelRunner(EngineConfig(model_path=embedded_target_path(), num_slots=100)), embedded_eagle_path()
+    )
+    assert head.features is not None
+    # The last row is that of padding.
+    assert tuple(head.features.by_slot.shape) == (101, document["hidden_size"])
+
+
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3"])
+def test_a_head_drafts_as_far_as_its_target_goes(layout: EagleLayout, checkpoint: Path, tmp_path: Path):
+    write_random_eagle(tmp_path, checkpoint, layout=layout, taps=(0, 1, 2))
+    runner = ModelRunner(EngineConfig(model_path=checkpoint, num_slots=100, max_num_seqs=3, max_model_len=50))
+    head = load_draft(runner, tmp_path, branching=1, most_steps=2)
+    assert head.source is GrowthSource.EAGLE
+    assert (head.num_slots, head.vocab_size) == (100 + 3 * head.growth.max_live_nodes, runner.vocab_size)
+    assert (head.growth.max_model_len, head.growth.branching, head.most_steps) == (50, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "error"),
+    [
+        ("eagle3", {"vocab_size": 62, "draft_vocab_size": 62}, "vocab_size is 62, the target has 61"),
+        ("eagle1", {"hidden_size": 16}, r"hidden_size is 16, that of the target \(32\) needed"),
+        (
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+            r"is \[1, 2, 3\], layers 0 to 2 needed",
+        ),
+        ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2, 1 needed"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    checkpoint: Path, tmp_path: Path, layout: EagleLayout, changes: dict[str, Any], error: str
+):
+    write_random_eagle(tmp_path, checkpoint, layout=layout, taps=(0, 1, 2))
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(document | changes))
+    with pytest.raises(CheckpointError, match=error):
+        load_draft(ModelRunner(EngineConfig(model_path=checkpoint, num_slots=100)), tmp_path)
+
+
+def test_a_head_of_several_gpus_is_refused_before_anything_is_loaded(checkpoint: Path, tmp_path: Path):
+    write_random_eagle(tmp_path, checkpoint, taps=(0, 1, 2))
+    engine = EngineConfig(model_path=checkpoint, tensor_parallel_size=2, device="cuda")
+    with pytest.raises(CheckpointError, match=r"draft_model: an EAGLE head .* tensor_parallel_size 1 needed, not 2"):
+        room_for_draft(engine, tmp_path)
 
 
 @pytest.mark.parametrize(

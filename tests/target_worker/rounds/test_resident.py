@@ -1,4 +1,4 @@
-"""A draft model in the target's rounds: the tokens of plain decoding, in fewer rounds, and both pools in step."""
+"""A drafter in the target's rounds: the tokens of plain decoding, in fewer rounds, and both pools in step."""
 
 import random
 from collections.abc import Iterator
@@ -21,10 +21,11 @@ from tests.target_worker.rounds.driving import (
     random_tree,
     rounds_of,
 )
+from tests.target_worker.tiny_head import write_tiny_head
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.growth_source import GrowthSource
-from outrider.kernels.pool.columns import RowState
+from outrider.kernels.pool.columns import Pool, RowState
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
@@ -47,11 +48,20 @@ class FixedSteps(DraftSteps):
         return self.steps if sessions else 0
 
 
-@pytest.fixture(scope="module")
-def draft_folder(reference_model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target, with noise in its weights: it is often right."""
+@pytest.fixture(scope="module", params=["model", "head"])
+def draft_folder(
+    request: pytest.FixtureRequest,
+    checkpoint: Path,
+    reference_model: LlamaForCausalLM,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A drafter that is often right: the target with noise in its weights, or a head that knows the texts."""
     torch.manual_seed(9)
-    folder, draft = tmp_path_factory.mktemp("draft"), LlamaForCausalLM(reference_model.config)
+    folder = tmp_path_factory.mktemp("draft")
+    if request.param == "head":
+        texts = [[*PROMPT, *plain_decode(reference_model, PROMPT, spec).tokens] for spec in SPECS.values()]
+        return write_tiny_head(folder, checkpoint, reference_model, texts)
+    draft = LlamaForCausalLM(reference_model.config)
     draft.load_state_dict(reference_model.state_dict())
     with torch.no_grad():
         for weights in draft.parameters():
@@ -61,7 +71,7 @@ def draft_folder(reference_model: LlamaForCausalLM, tmp_path_factory: pytest.Tem
 
 
 class Resident:
-    """Rounds with a draft model beside the target."""
+    """Rounds with a drafter beside the target."""
 
     def __init__(self, checkpoint: Path, draft_folder: Path, *, steps: int = 3, **overrides: Any) -> None:
         runner = make_runner(checkpoint, **overrides)
@@ -72,7 +82,10 @@ class Resident:
         self.drafter.pace = FixedSteps(steps)
 
     def check_pools(self) -> int:
-        """Both pools know the same sessions; return the nodes of the drafter that the target has."""
+        """Both pools know the same sessions; return the nodes of the drafter that the target has.
+
+        What a draft model has dropped the target has dropped as well. A head grows a tree anew that the target keeps.
+        """
         mine, theirs = self.drafter.pool, self.program.pool
         nodes = 0
         for row in range(mine.sessions):
@@ -82,9 +95,10 @@ class Resident:
             length = int(mine.length[row])
             assert length == theirs.length[row]
             assert torch.equal(mine.history[row, :length], theirs.history[row, :length])
-            own = set(mine.ids[row, : mine.count[row], 0].tolist())
-            known = set(theirs.ids[row, : theirs.count[row], self.drafter.place].tolist()) - {0}
-            assert known <= own
+            own, known = tokens_by_id(mine, row, 0), tokens_by_id(theirs, row, self.drafter.place)
+            shared = own.keys() & known.keys()
+            assert all(own[number] == known[number] for number in shared)
+            assert shared == known.keys() or self.drafter.source is GrowthSource.EAGLE
             nodes += len(known)
         return nodes
 
@@ -97,6 +111,15 @@ class Resident:
         free = nodes.free[torch.arange(int(nodes.free_head), int(nodes.free_tail)) % len(nodes.free)]
         assert sorted(free.tolist()) == list(range(self.draft.num_slots))
         assert (self.loop.session_count, self.loop.kv.slots.used, self.loop.has_work) == (0, 0, False)
+
+
+def tokens_by_id(pool: Pool, row: int, place: int) -> dict[int, list[int]]:
+    """The tokens from the root to each node that a place has named, by its id there."""
+    count, paths = int(pool.count[row]), list[list[int]]()
+    for token, parent in zip(pool.token[row, :count].tolist(), pool.parent[row, :count].tolist(), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    ids = pool.ids[row, :count, place].tolist()
+    return {number: path for number, path in zip(ids, paths, strict=True) if number}
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +140,9 @@ def test_tokens_are_those_of_plain_decoding(resident: Resident, reference_model,
     assert decoded.tokens == wanted.tokens
     results = decoded.results
     assert sum(result.selected for result in results) > 0
-    # All that was verified has come from the draft model.
-    of_model = sum(result.selected_by_kind[GrowthSource.MODEL - 1] for result in results)
-    assert of_model == sum(result.selected for result in results)
+    # All that was verified has come from the drafter.
+    own = sum(result.selected_by_kind[resident.drafter.source - 1] for result in results)
+    assert own == sum(result.selected for result in results)
 
 
 def test_rounds_are_saved(resident: Resident, reference_model):
@@ -132,7 +155,7 @@ def test_rounds_are_saved(resident: Resident, reference_model):
         assert accepted(driver, number) > len(wanted) / 3
         assert resident.loop.rounds_read - before < len(wanted)
         drafters = [kinds for result in decoded.results for kinds in result.drafters]
-        assert drafters == [1 << GrowthSource.MODEL] * accepted(driver, number)
+        assert drafters == [1 << resident.drafter.source] * accepted(driver, number)
 
 
 def test_log_probabilities_are_those_without_nodes(resident: Resident, reference_model):
@@ -191,7 +214,7 @@ def test_growth_of_others_joins_the_same_trees(resident: Resident, reference_mod
     driver.run()
     assert decoded.tokens == wanted
     drafters = {kinds for result in decoded.results for kinds in result.drafters}
-    assert 1 << GrowthSource.MODEL in drafters
+    assert 1 << resident.drafter.source in drafters
     # The driver's nodes are of kind 0.
     assert any(kinds & 1 for kinds in drafters)
 
