@@ -338,7 +338,7 @@ class WeightLoader:
     def _whole(self, name: str) -> torch.Tensor:
         return self.source.tensor(name).to(self.device, self.dtype).contiguous()
 
-    def head(self, embedding: torch.Tensor) -> Weight:
+    def head(self, embedding: torch.Tensor) -> torch.Tensor | ScaledWeight:
         """The rank's rows of the output layer."""
         spec = self.spec
         share = -(-spec.vocab_size // self.world_size)
