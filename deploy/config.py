@@ -365,6 +365,8 @@ class DeployConfig:
         if placement == "resident":
             if self.max_drafts:
                 raise ValueError("drafter_placement: resident given, which has no draft workers to scale: take both")
+            if self.drafts > 1:
+                raise ValueError(f"drafts: {self.drafts} given, where the drafter is resident: drafter_placement both")
             if self.source is not None:
                 raise ValueError(f"source: {self.source} given, which draft workers alone have: drafter_placement both")
             object.__setattr__(self, "drafts", 0)

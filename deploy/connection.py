@@ -73,9 +73,12 @@ def attach(address: str, name: str) -> Any:
 
 
 def _join(address: str, **options: Any) -> None:
-    # Both are read by Ray when it starts; what the user has set counts.
+    # All are read by Ray when it starts; what the user has set counts.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    if address == "local":
+        # Otherwise Ray starts workers at priority 15 of 19: whatever else a busy machine does would delay a round.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     _check_reachable(address)
     _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
 

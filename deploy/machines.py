@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outrider.deploy import placement
@@ -18,11 +18,11 @@ class Seen:
     """What a look at the machines gave.
 
     Attributes:
-        known: ids of the nodes that Ray takes for alive.
+        known: address by id of the nodes that Ray takes for alive.
         silent: of those, the ids of the ones that have not answered for too long.
     """
 
-    known: frozenset[str]
+    known: Mapping[str, str]
     silent: frozenset[str]
 
 
@@ -46,7 +46,8 @@ class Machines:
         found = dict(zip((node.node_id for node in nodes), probes, strict=True))
         self._note(self._silent_since, found, {Probe.SILENT, Probe.REFUSES})
         self._note(self._refused_since, found, {Probe.REFUSES})
-        return Seen(known=frozenset(found), silent=frozenset(filter(self._is_dead, found)))
+        known = {node.node_id: node.address for node in nodes}
+        return Seen(known=known, silent=frozenset(filter(self._is_dead, found)))
 
     def _note(self, since: dict[str, float], found: dict[str, Probe], kinds: set[Probe]) -> None:
         now_s = self._clock()

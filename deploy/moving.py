@@ -24,6 +24,9 @@ class Mover:
     def __init__(self, config: DeployConfig, crew: Crew, *, is_serving: Callable[[], bool]) -> None:
         self._config, self._crew, self._is_serving = config, crew, is_serving
         self._machines = Machines(silence_s=config.node_timeout_s)
+        # Of every node that was there, by id; ids of those that are not any more.
+        self._addresses: dict[str, str] = {}
+        self._dead = set[str]()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -37,9 +40,19 @@ class Mover:
 
     async def _act(self, seen: Seen) -> None:
         self._crew.silent_nodes = set(seen.silent)
+        self._tell_of_dead(seen)
         for handle in self._crew:
             if self._is_serving() and not handle.is_draining and self._has_to_move(handle, seen):
                 await self._move(handle)
+
+    def _tell_of_dead(self, seen: Seen) -> None:
+        self._addresses |= seen.known
+        dead = {node_id for node_id in self._addresses if node_id in seen.silent or node_id not in seen.known}
+        for node_id in dead - self._dead:
+            if names := [handle.name for handle in self._crew if handle.node_id == node_id]:
+                lost = f"the machine at {self._addresses[node_id]} does not answer"
+                self._crew.events.add(f"{lost}: {', '.join(names)} will start on another one")
+        self._dead = dead
 
     def _has_to_move(self, handle: RoleHandle, seen: Seen) -> bool:
         """Whether Ray will not start an actor anew, or not soon, on one of the nodes that it knows of."""

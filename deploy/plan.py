@@ -372,6 +372,7 @@ def _lines(
     names = {"model": given.draft_model or "the embedded pair's draft", "ngram": "n-grams of prompts and outputs"}
     if config.resident_model is not None:
         resident = f"{names['model']}{_gigabytes(draft)}, inside each target worker"
+        resident += "" if most_drafts(config) else "; no draft workers"
         yield _line("drafter", resident, "--draft, --drafter-placement")
     elif not most_drafts(config):
         yield _line("drafter", "none: plain decoding", "--drafts")
@@ -392,9 +393,10 @@ def _lines(
     options = "--max-num-seqs, --max-running-sessions, --max-queue, --max-model-len"
     yield _line("sessions", f"{running} at a time{tokens}; {queue}", options)
     host = LOOPBACK if config.bind is Bind.LOOPBACK else "each coordinator's machine"
-    access = "whoever reaches it" if config.token_file is None else "with a token"
-    doors = f"gRPC at {host}:{config.port or 'a free port'}, OpenAI's API at :{config.first_http_port or 'a free port'}"
-    yield _line("doors", f"{doors}, {access}", "--port, --http-port, --bind, --token-file")
+    access = "no token needed" if config.token_file is None else "with a token"
+    ports = [str(port or "a free port") for port in (config.port, config.first_http_port)]
+    doors = f"gRPC at {host}:{ports[0]}, OpenAI's API at {host}:{ports[1]}"
+    yield _line("doors", f"{doors}; {access}", "--port, --http-port, --bind, --token-file")
 
 
 def _devices(config: DeployConfig, gpus: list[Gpu], shares: tuple[float, float] | None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from outrider.addresses import Resolve, resolver
-from outrider.errors import WorkerHung
+from outrider.errors import OutriderError, WorkerHung, WorkerUnavailable
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
 from outrider.growth_source import GrowthSource
@@ -171,6 +171,7 @@ async def _serve(
     registrar: Registrar | None = None
     metrics: MetricsEndpoint | None = None
     in_order = is_hung = False
+    failure: OutriderError | None = None
     try:
         await until_any(asyncio.wrap_future(thread.ready), asyncio.wrap_future(front.failed))
         loaded = worker.loaded()
@@ -190,13 +191,14 @@ async def _serve(
             *(asyncio.wrap_future(end) for end in (thread.stopped, front.failed, *loaded.failures)),
         )
         in_order = True
-    except WorkerHung:
-        # Neither waited for nor closed: that would hang as well.
-        is_hung = True
+    except Exception as error:
+        # Neither waited for nor closed where it hangs: that would hang as well.
+        is_hung = isinstance(error, WorkerHung)
+        failure = WorkerUnavailable(f"the {worker.role.value} worker failed: {error}")
         raise
     finally:
         try:
-            await front.stop(drain=lambda: _leave(registrar, in_order=in_order))
+            await front.stop(drain=lambda: _leave(registrar, in_order=in_order), failure=failure)
             # How it drains is read, too.
             if metrics is not None:
                 await metrics.close()

@@ -425,6 +425,9 @@ async def test_what_ran_on_a_machine_that_dies_is_started_on_another(
     )
     assert set(after) == set(before)
     assert {name for name in after if after[name]["pid"] != before[name]["pid"]} == lost
+    _, events = await deployment.controller.keep.remote(0)
+    (told,) = [event for event in events if event.startswith("the machine at ")]
+    assert set(re.findall(r"[a-z]+-\d+", told)) == lost, told
 
 
 async def test_a_deployment_can_be_left_running_found_again_and_ended(

@@ -126,6 +126,8 @@ def test_a_resident_draft_is_an_option_of_the_target():
     assert DeployConfig(drafter_placement="resident").drafts == 0
     with pytest.raises(ValueError, match="drafter_placement: resident given, which has no draft workers to scale"):
         DeployConfig(drafter_placement="resident", max_drafts=2)
+    with pytest.raises(ValueError, match="drafts: 2 given, where the drafter is resident: drafter_placement both"):
+        DeployConfig(drafter_placement="resident", drafts=2)
     with pytest.raises(ValueError, match="source: ngram given, which draft workers alone have"):
         DeployConfig(drafter_placement="resident", source="ngram")
     with pytest.raises(ValueError, match="drafter_placement: both given, with draft_model needed"):

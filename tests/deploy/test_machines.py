@@ -66,7 +66,7 @@ async def test_one_that_ray_has_forgotten_is_not_known(cluster: SimpleNamespace)
     await silent_after(cluster, 0.0)
     del cluster.says["a"]
     seen = await cluster.machines.look()
-    assert (seen.known, seen.silent) == ({"b", "c"}, frozenset())
+    assert (seen.known, seen.silent) == ({"b": "h", "c": "h"}, frozenset())
 
 
 async def test_a_port_says_whether_somebody_listens():

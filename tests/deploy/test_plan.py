@@ -84,7 +84,7 @@ def test_two_models_on_one_gpu_share_one_budget(tmp_path: Path, monkeypatch: pyt
 def test_a_resident_draft_is_a_part_of_its_target(monkeypatch: pytest.MonkeyPatch):
     have_gpus(monkeypatch, 1)
     alone = DeployConfig(port=0, drafter_placement="resident")
-    assert "inside each target worker" in line(alone, "drafter")
+    assert "inside each target worker; no draft workers" in line(alone, "drafter")
     assert "1 for each target" in line(alone, "device")
     assert make_plan(alone).config.target_kv_bytes is None
     # With draft workers on the same GPU, the target's share is for the KV of two models.

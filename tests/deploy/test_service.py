@@ -63,6 +63,13 @@ def client_of(deployment: Deployment, secrets: Path) -> AsyncClient:
 
 
 @on_one_loop
+async def test_roles_have_the_priority_of_who_started_them(deployment: Deployment):
+    pids = [worker["pid"] for worker in (await deployment.status())["workers"]]
+    priorities = {pid: os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
+    assert priorities == dict.fromkeys(pids, os.getpriority(os.PRIO_PROCESS, 0))
+
+
+@on_one_loop
 async def test_a_completion_streams_through_ray_placed_processes(deployment: Deployment, secrets: Path):
     async with client_of(deployment, secrets) as client:
         async with client.stream(held_out_prompts()[0], **OPTIONS) as stream:

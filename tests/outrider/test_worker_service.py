@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
+from outrider.errors import OutriderError
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
 from outrider.ports import free_port
@@ -28,7 +31,8 @@ class IdleThread:
         self.stopped.set_running_or_notify_cancel()
 
     def stop(self) -> None:
-        self.stopped.set_result(None)
+        if not self.stopped.done():
+            self.stopped.set_result(None)
 
 
 class IdleFront:
@@ -41,6 +45,7 @@ class IdleFront:
         self.failed.set_running_or_notify_cancel()
         self._url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.at_the_end = ""
+        self.failure: OutriderError | None = None
 
     async def listen(self) -> None:
         pass
@@ -51,8 +56,9 @@ class IdleFront:
     def share_cores(self) -> None:
         pass
 
-    async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
+    async def stop(self, *, drain: Callable[[], Awaitable[None]], failure: OutriderError | None = None) -> None:
         await drain()
+        self.failure = failure
         self.at_the_end = await asyncio.to_thread(self._read)
 
     def close(self) -> None:
@@ -82,20 +88,39 @@ class IdleWorker(Worker[IdleThread]):
         return common_pb2.WorkerLoad()
 
 
-async def test_a_worker_is_read_until_it_has_drained():
-    port, nobody = free_port(), free_port()
+def a_config(metrics_port: int) -> WorkerConfig:
     config = SimpleNamespace(
         address="127.0.0.1:0",
         host="127.0.0.1",
         advertised_host=None,
-        coordinators=(f"127.0.0.1:{nobody}",),
+        coordinators=(f"127.0.0.1:{free_port()}",),
         name="",
         drain_s=1.0,
         tls=None,
         metrics_host="127.0.0.1",
-        metrics_port=port,
+        metrics_port=metrics_port,
     )
+    return cast("WorkerConfig", config)
+
+
+async def test_a_worker_is_read_until_it_has_drained():
+    port = free_port()
     front, stop = IdleFront(port), asyncio.Event()
     async with asyncio.timeout(60):
-        await serve_worker(IdleWorker(front), cast("WorkerConfig", config), ready=lambda _: stop.set(), stop=stop)
+        await serve_worker(IdleWorker(front), a_config(port), ready=lambda _: stop.set(), stop=stop)
     assert "outrider_answer 42.0" in front.at_the_end
+    assert front.failure is None
+
+
+async def test_open_calls_end_with_what_ended_the_thread():
+    port = free_port()
+    front = IdleFront(port)
+    worker = IdleWorker(front)
+
+    def fail(_address: str) -> None:
+        worker.thread.stopped.set_exception(RuntimeError("an illegal memory access"))
+
+    async with asyncio.timeout(60):
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            await serve_worker(worker, a_config(port), ready=fail)
+    assert str(front.failure) == "the draft worker failed: an illegal memory access"

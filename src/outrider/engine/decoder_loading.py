@@ -8,7 +8,7 @@ from outrider.engine.attention import TreeAttention, attention_operator
 from outrider.engine.checkpoint import ModelCard, read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
-from outrider.engine.decoder_weights import load_decoder_weights, pack_matrices
+from outrider.engine.decoder_weights import load_decoder_weights
 from outrider.engine.tensor_parallel import Ranks
 from outrider.engine.tensor_parallel_collectives import SumOptions
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
@@ -44,11 +44,10 @@ def load_decoder(config: EngineConfig, source: WeightSource | None, ranks: Ranks
         rank=ranks.rank,
         world_size=ranks.world_size,
         quantized=config.quantization == "fp8",
+        packed=ranks.device.type == "cpu",
     )
     if any(isinstance(layer.qkv, ScaledWeight) for layer in weights.layers):
         check_eight_bits(config, ranks.device)
-    if ranks.device.type == "cpu":
-        weights = pack_matrices(weights)
     all_reduce = gather_logits = sum_norm = None
     if ranks.world_size > 1:
         collectives = ranks.connect(

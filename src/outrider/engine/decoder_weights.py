@@ -107,6 +107,7 @@ def load_decoder_weights(
     rank: int = 0,
     world_size: int = 1,
     quantized: bool = False,
+    packed: bool = False,
 ) -> DecoderWeights:
     """The weights of one rank on its device.
 
@@ -118,6 +119,7 @@ def load_decoder_weights(
         rank: 0 to world_size - 1.
         world_size: ranks that share the model.
         quantized: whether the layers' matrices are rounded to 8 bits.
+        packed: whether matrices are packed for products on a CPU, where this build of torch can.
 
     Raises:
         CheckpointError: a tensor or file is missing, corrupt or of a wrong shape; the model does not divide into
@@ -129,7 +131,7 @@ def load_decoder_weights(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     loader = WeightLoader(source, spec, device, dtype, rank, world_size, quantized)
     try:
-        weights = loader.load()
+        weights = loader.load(packed=packed and can_pack(dtype))
     except torch.OutOfMemoryError as error:
         needed = weight_bytes(spec, dtype, world_size=world_size, quantized=quantized)
         held = "" if free is None else f", {free / 1e9:.2f} GB were free"
@@ -142,19 +144,6 @@ def load_decoder_weights(
         # What rounding took for a moment is counted as free when KV takes its share.
         torch.cuda.empty_cache()
     return weights
-
-
-def pack_matrices(weights: DecoderWeights) -> DecoderWeights:
-    """Return the weights with matrices packed for products on a CPU, where this build of torch can."""
-    dtype = weights.embedding.dtype
-    if not can_pack(dtype):
-        return weights
-    assert not isinstance(weights.head, PackedWeight), "they are packed already"
-    layers = [
-        replace(layer, **{name: PackedWeight(getattr(layer, name), dtype) for name in _MATRICES})
-        for layer in weights.layers
-    ]
-    return replace(weights, layers=tuple(layers), head=PackedWeight(weights.head, dtype))
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -230,15 +219,16 @@ class WeightLoader:
     world_size: int
     quantized: bool
 
-    def load(self) -> DecoderWeights:
-        """All of them."""
+    def load(self, *, packed: bool) -> DecoderWeights:
+        """All of them; layer by layer, so that no more than one is there both plain and packed."""
         spec, positions = self.spec, self.spec.max_positions + TREE_POSITIONS
         embedding = self.rows(EMBEDDING, 0, spec.vocab_size).to(self.device, self.dtype).contiguous()
         layers = []
         total = weight_bytes(spec, self.dtype, world_size=self.world_size, quantized=self.quantized)
         layer_bytes = (total - embedding.nbytes) // len(spec.layers)
         for index in range(len(spec.layers)):
-            layers.append(self.layer(layer_prefix(index)))
+            prefix = layer_prefix(index)
+            layers.append(self._packed(self.layer(prefix)) if packed else self.layer(prefix))
             report_weights(embedding.nbytes + (index + 1) * layer_bytes, total, step=layer_bytes)
         return DecoderWeights(
             rank=self.rank,
@@ -246,7 +236,7 @@ class WeightLoader:
             embedding=embedding,
             layers=tuple(layers),
             final_norm=self.norm("model.norm"),
-            head=self.head(embedding),
+            head=PackedWeight(self.head(embedding), self.dtype) if packed else self.head(embedding),
             rotary_tables=tuple(rotary.table(positions).to(self.device) for rotary in spec.rotaries),
         )
 
@@ -276,6 +266,9 @@ class WeightLoader:
             down_bias=self._whole(f"{feed_forward}down_proj.bias") if spec.feed_forward_bias else None,
             feed_forward_addend_norm=self.norm(after_feed_forward) if addend_norms else None,
         )
+
+    def _packed(self, layer: LayerWeights) -> LayerWeights:
+        return replace(layer, **{name: PackedWeight(getattr(layer, name), self.dtype) for name in _MATRICES})
 
     def _part(self, size: int) -> tuple[int, int]:
         """The rank's part of `size` entries that divide evenly."""
@@ -345,7 +338,7 @@ class WeightLoader:
     def _whole(self, name: str) -> torch.Tensor:
         return self.source.tensor(name).to(self.device, self.dtype).contiguous()
 
-    def head(self, embedding: torch.Tensor) -> Weight:
+    def head(self, embedding: torch.Tensor) -> torch.Tensor | ScaledWeight:
         """The rank's rows of the output layer."""
         spec = self.spec
         share = -(-spec.vocab_size // self.world_size)

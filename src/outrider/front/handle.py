@@ -18,6 +18,7 @@ import os
 import socket
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -26,8 +27,9 @@ from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from outrider.errors import CertificateError, WorkerUnavailable
+from outrider.errors import CertificateError, OutriderError, WorkerUnavailable
 from outrider.log_output import JsonFormatter
+from outrider.rpc import status_of
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 
@@ -118,8 +120,13 @@ class Front:
         """Serves from now on."""
         await self._ask("serve")
 
-    async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
-        """Health NOT_SERVING, then the drain, then every call ends after what it has to send, and the process."""
+    async def stop(self, *, drain: Callable[[], Awaitable[None]], failure: OutriderError | None = None) -> None:
+        """Health NOT_SERVING, then the drain, then every call ends after what it has to send, and the process.
+
+        Args:
+            drain: lets the sessions of this worker go elsewhere.
+            failure: with which calls end; None ends them in order.
+        """
         self._is_stopping = True
         answers = False
         with contextlib.suppress(WorkerUnavailable):
@@ -128,7 +135,8 @@ class Front:
         await drain()
         with contextlib.suppress(WorkerUnavailable, TimeoutError):
             if answers:
-                await self._ask("end calls", _STOP_TIMEOUT_S)
+                status = None if failure is None else b64encode(status_of(failure).SerializeToString()).decode()
+                await self._ask({"status": status}, _STOP_TIMEOUT_S)
                 assert self._reader is not None
                 await asyncio.wait_for(self._reader, _STOP_TIMEOUT_S)
         self._end()

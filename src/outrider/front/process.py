@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -92,10 +93,10 @@ class Relay(asyncio.Protocol):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is stopping")
         return answer
 
-    def end_calls(self) -> None:
-        """Let every call end after what it has to send."""
+    def end_calls(self, status: status_pb2.Status | None = None) -> None:
+        """Let every call end after what it has to send: in order, or with an error."""
         for outgoing in self._outgoing.values():
-            outgoing.put_nowait(None)
+            outgoing.put_nowait(status)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -208,8 +209,8 @@ async def _serve(control_socket: socket.socket, data: socket.socket) -> None:
     async def drain() -> None:
         control.answer()
         # Until calls may end.
-        await control.next()
-        relay.end_calls()
+        status = (await control.next())["status"]
+        relay.end_calls(None if status is None else status_pb2.Status.FromString(b64decode(status)))
 
     await server.stop(drain=drain)
     control.answer()

@@ -1,5 +1,6 @@
 """Weights fused and sharded as the decoder reads them, and what is said where they cannot be loaded."""
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from outrider.engine.decoder_weights import (
 )
 from outrider.engine.weight_source import FunctionSource, SafetensorsSource
 from outrider.errors import CheckpointError
+from outrider.kernels.packed_weight import PackedWeight, can_pack
 from outrider.kernels.skinny_linear import Weight
 
 SIZES: dict[str, Any] = {
@@ -69,6 +71,23 @@ def load(
     spec: DecoderSpec, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32, **options: Any
 ) -> DecoderWeights:
     return load_decoder_weights(FunctionSource(tensors.__getitem__), spec, "cpu", dtype, **options)
+
+
+class HeldMatrices(FunctionSource):
+    """Notes the most layers' matrices that live at a time: those it has handed out, and nobody has dropped."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(self._hand_out)
+        self._tensors = tensors
+        self._alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self.most = 0
+
+    def _hand_out(self, name: str) -> torch.Tensor:
+        made = self._tensors[name].clone()
+        if name.endswith("down_proj.weight"):
+            self._alive.add(made)
+            self.most = max(self.most, len(self._alive))
+        return made
 
 
 def plain(weight: Weight) -> torch.Tensor:
@@ -207,3 +226,16 @@ def test_a_checkpoint_is_checked_before_it_is_read(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 weights are missing, model\.layers\.1\.mlp\.up_proj\.bias first"):
         load_decoder_weights(SafetensorsSource(tmp_path), LLAMA, "cpu", torch.float32)
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="this build of torch packs nothing")
+def test_packing_holds_one_layer_twice_not_the_model():
+    tensors = random_tensors(LLAMA)
+    left_plain, packed = HeldMatrices(tensors), HeldMatrices(tensors)
+    weights = load_decoder_weights(left_plain, LLAMA, "cpu", torch.float32)
+    packed_weights = load_decoder_weights(packed, LLAMA, "cpu", torch.float32, packed=True)
+    assert (left_plain.most, packed.most) == (2, 1)
+    rows = torch.randn(3, LLAMA.intermediate_size, generator=torch.Generator().manual_seed(1))
+    for layer, packed_layer in zip(weights.layers, packed_weights.layers, strict=True):
+        assert isinstance(packed_layer.down, PackedWeight)
+        torch.testing.assert_close(packed_layer.down.product(rows), rows @ plain(layer.down).T)

@@ -11,9 +11,12 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 import pytest_asyncio
 
+from outrider import rpc
 from outrider.draft_worker.server import DraftWorkerConfig, serve
 from outrider.draft_worker.service import SERVICE
 from outrider.errors import CertificateError, WorkerUnavailable
@@ -21,6 +24,7 @@ from outrider.front.handle import Front
 from outrider.health_command import check_health
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
+from outrider.v1 import draft_pb2_grpc
 
 _WORKER = """
 import asyncio
@@ -101,6 +105,18 @@ async def test_only_its_worker_tells_a_front_process_to_stop(serving_front: tupl
 
     await front.stop(drain=drain)
     assert not front.failed.done()
+
+
+async def test_open_calls_are_told_why_their_worker_has_failed(serving_front: tuple[Front, int]):
+    front, _ = serving_front
+    async with rpc.open_channel(front.address) as channel:
+        call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
+        await call.wait_for_connection()
+        await front.stop(drain=_nothing_to_drain, failure=WorkerUnavailable("the draft worker failed: out of memory"))
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await call.read()
+    assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert told.value.details() == "the draft worker failed: out of memory"
 
 
 async def test_a_worker_ends_with_its_front_process():
