@@ -327,7 +327,7 @@ def test_other_errors() -> None:
 
 
 def test_nobody_listens() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(WorkerUnavailable, match="is it running"):
+    with Client("127.0.0.1:1") as client, pytest.raises(WorkerUnavailable, match=r"is it running \(`outrider serve`\)\? ipv4:"):
         client.generate("x")
 
 
