@@ -65,7 +65,15 @@ def attach(address: str, name: str) -> Any:
         raise ConnectionError(f"no `outrider serve` of the name {name} runs on this machine")
     if not ray.is_initialized():
         with sigterm_kept():
-            _join(own or address, log_to_driver=False)
+            try:
+                _join(own or address, log_to_driver=False)
+            except ConnectionError as error:
+                if own is not None or address != "auto":
+                    raise
+                raise ConnectionError(
+                    f"no `outrider serve` of the name {name} runs on this machine, nor any Ray cluster: start one, or "
+                    "give the --address of the cluster"
+                ) from error
     try:
         return ray.get_actor(f"{name}/controller", namespace=NAMESPACE)
     except ValueError:

@@ -146,6 +146,13 @@ def test_a_command_line_is_built_from_little():
     assert in_fresh_python(code).split() == []
 
 
+def test_a_command_starts_without_the_options_of_others():
+    """Probes of a container run one every few seconds, and `serve` begins with one."""
+    others = {"outrider.coordinator.loadtest.options", "outrider.deploy.config", "outrider.client", "numpy"}
+    code = f"import sys, outrider.cli; outrider.cli.build_app('health'); print(*sorted({others!r} & set(sys.modules)))"
+    assert in_fresh_python(code).split() == []
+
+
 def test_kernels_import_without_triton():
     """Triton exists on Linux alone; elsewhere the references have to do."""
     modules = ", ".join(modules_of("kernels"))

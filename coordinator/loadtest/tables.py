@@ -125,8 +125,9 @@ def client_warning(figures: Figures) -> str:
     if not figures["client_is_bottleneck"]:
         return ""
     return (
-        f"the load generator itself is the bottleneck: its busiest process used {figures['client_cpu_share']:.0%} of a "
-        f"core, its event loop was up to {figures['client_p99_loop_lag_ms']:.0f} ms late (p99), requests began "
+        "the load generator was late itself, so that not all of a latency is the service's: its busiest process used "
+        f"{figures['client_cpu_share']:.0%} of a core, its event loop was up to "
+        f"{figures['client_p99_loop_lag_ms']:.0f} ms late (p99), requests began "
         f"{figures['client_p99_start_lag_ms']:.0f} ms late (p99): try more --client-processes, or a machine of its own"
     )
 

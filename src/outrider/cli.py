@@ -72,22 +72,17 @@ _ROLE_OPTIONS = [
 ]
 
 
-def build_app() -> typer.Typer:
-    """All commands; importing their configurations is quick, importing what they run is left to them."""
-    from outrider.coordinator.commands import client as commands
-    from outrider.coordinator.commands.top import top
-    from outrider.coordinator.loadtest.command import loadtest_command
-    from outrider.coordinator.sessions.config import CoordinatorConfig
-    from outrider.deploy import cluster_commands, reload_command
-    from outrider.deploy.bench_command import bench
-    from outrider.deploy.serve_command import serve
-    from outrider.doctor import doctor
-    from outrider.draft_worker.config import DraftWorkerConfig
-    from outrider.health_command import health
-    from outrider.models.commands import widen
-    from outrider.security.commands import certs, token_commands
-    from outrider.target_worker.config import TargetWorkerConfig
+_COMMANDS = (
+    "serve", "generate", "bench", "loadtest", "status", "top", "scale", "drain", "replace", "reload", "down", "widen",
+    "certs", "token", "health", "doctor", "coordinator", "target-worker", "draft-worker",
+)  # fmt: skip
 
+
+def build_app(name: str | None = None) -> typer.Typer:
+    """Return the command of this name alone, or all of them where none is called so.
+
+    The options of all take half a second to import, which every start of a process would wait for.
+    """
     app = typer.Typer(
         name="outrider",
         help="Serve a language model faster without changing what it says.",
@@ -95,26 +90,65 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_common_options)
-    app.command("serve")(serve)
-    app.command("generate")(commands.generate_command(local_endpoint))
-    app.command("bench")(bench)
-    app.command("loadtest")(loadtest_command(local_endpoint))
-    app.command("status")(cluster_commands.status)
-    app.command("top")(top)
-    app.command("scale")(cluster_commands.scale)
-    app.command("drain")(cluster_commands.drain)
-    app.command("replace")(cluster_commands.replace)
-    app.command("reload")(reload_command.reload)
-    app.command("down")(cluster_commands.down)
-    app.command("widen")(widen)
-    app.command("certs")(certs)
-    app.add_typer(token_commands(), name="token")
-    app.command("health")(health)
-    app.command("doctor")(doctor)
-    app.command("coordinator")(_role(CoordinatorConfig, _coordinator))
-    app.command("target-worker")(_role(TargetWorkerConfig, _target_worker))
-    app.command("draft-worker")(_role(DraftWorkerConfig, _draft_worker))
+    for own in (name,) if name in _COMMANDS else _COMMANDS:
+        command = _command(own)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=own)
+        else:
+            app.command(own)(command)
     return app
+
+
+def _command(name: str) -> Callable[..., None] | typer.Typer:  # noqa: PLR0912 - a branch for each command
+    """Import a command's options; importing what it runs is left to it."""
+    match name:
+        case "serve":
+            from outrider.deploy.serve_command import serve as command
+        case "bench":
+            from outrider.deploy.bench_command import bench as command
+        case "generate":
+            from outrider.coordinator.commands.client import generate_command
+
+            command = generate_command(local_endpoint)
+        case "loadtest":
+            from outrider.coordinator.loadtest.command import loadtest_command
+
+            command = loadtest_command(local_endpoint)
+        case "top":
+            from outrider.coordinator.commands.top import top as command
+        case "status" | "scale" | "drain" | "replace" | "down":
+            from outrider.deploy import cluster_commands
+
+            command = getattr(cluster_commands, name)
+        case "reload":
+            from outrider.deploy.reload_command import reload as command
+        case "widen":
+            from outrider.models.commands import widen as command
+        case "certs":
+            from outrider.security.commands import certs as command
+        case "token":
+            from outrider.security.commands import token_commands
+
+            command = token_commands()
+        case "health":
+            from outrider.health_command import health as command
+        case "doctor":
+            from outrider.doctor import doctor as command
+        case "coordinator":
+            from outrider.coordinator.sessions.config import CoordinatorConfig
+
+            command = _role(CoordinatorConfig, _coordinator)
+        case "target-worker":
+            from outrider.target_worker.config import TargetWorkerConfig
+
+            command = _role(TargetWorkerConfig, _target_worker)
+        case "draft-worker":
+            from outrider.draft_worker.config import DraftWorkerConfig
+
+            command = _role(DraftWorkerConfig, _draft_worker)
+        case _:
+            raise AssertionError(name)
+    return command
 
 
 def _print_version(given: bool) -> None:
@@ -140,7 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns the exit code."""
     try:
-        outcome = build_app()(list(arguments) or ["--help"], prog_name="outrider", standalone_mode=False)
+        app = build_app(next(iter(arguments), None))
+        outcome = app(list(arguments) or ["--help"], prog_name="outrider", standalone_mode=False)
     except _ClickException as error:
         # Its plain str() leaves out which option is meant.
         return _fail(_one_line(getattr(error, "format_message")()), getattr(error, "exit_code"))  # noqa: B009

@@ -29,10 +29,10 @@ def error_of(error: grpc.RpcError) -> errors.OutriderError | TimeoutError:
         if retry_after_s is not None:
             return errors.Overloaded(message, retry_after_s=retry_after_s)
     if was_never_sent(error):
-        last = message.rpartition("last error: ")[2]
+        last = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
         # So a server that talks TLS, or wants a certificate, ends the connection of who does not.
         hint = " (does it talk TLS? --tls-ca)" if last.endswith("Socket closed") else ""
-        message = f"cannot connect to the service, is it running?{hint} {last}"
+        message = f"cannot connect to the service, is it running (`outrider serve`)?{hint} {last}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return TimeoutError(f"no end within the timeout: {message}")
     kind = _KINDS.get(code)

@@ -26,6 +26,15 @@ def test_a_local_ray_has_no_dashboard_and_a_log_monitor_only_for_who_reads_it(
     assert {name: getattr(Node, name) for name in UNNEEDED} == ray_has
 
 
+def test_that_nothing_runs_here_is_said_in_the_words_of_our_commands(monkeypatch: pytest.MonkeyPatch):
+    def init(**_options: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify RAY_ADDRESS")
+
+    monkeypatch.setattr(connection, "_init", init)
+    with pytest.raises(ConnectionError, match="no `outrider serve` of the name mine runs on this machine, nor any Ray"):
+        connection.attach("auto", "mine")
+
+
 def test_a_cluster_is_joined_as_it_is(monkeypatch: pytest.MonkeyPatch):
     ray_has = {name: getattr(Node, name) for name in UNNEEDED}
 

@@ -108,6 +108,17 @@ def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert all(name in out + err for name in ("serve", "generate", "status", "coordinator"))
 
 
+def test_a_command_alone_is_the_one_among_all() -> None:
+    def names(app: typer.Typer) -> list[str]:
+        root = typer.main.get_command(app)
+        return list(getattr(root, "commands"))  # noqa: B009 - typer does not say that it is a group
+
+    every = names(cli.build_app())
+    assert len(every) == 19
+    assert [names(cli.build_app(name)) for name in every] == [[name] for name in every]
+    assert names(cli.build_app("statuss")) == every
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """What a coordinator needs of one: no weights."""

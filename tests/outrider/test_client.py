@@ -327,7 +327,8 @@ def test_other_errors() -> None:
 
 
 def test_nobody_listens() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(WorkerUnavailable, match="is it running"):
+    told = r"is it running \(`outrider serve`\)\? ipv4:"
+    with Client("127.0.0.1:1") as client, pytest.raises(WorkerUnavailable, match=told):
         client.generate("x")
 
 
