@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ class Services:
             place.name,
             f"{place.role}-worker",
             arguments,
-            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if on_gpu else {},
+            environment={"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if on_gpu else {},
             # Workers on GPUs are started as a deployment over several machines would.
             forked=not on_gpu,
         )
@@ -187,6 +188,12 @@ class Services:
                 if time.monotonic() > deadline:
                     raise WorkerUnavailable(f"{serving} of {count} workers serve at {endpoint} in time")
                 time.sleep(_POLL_S)
+
+
+def visible_devices(gpus: Sequence[int]) -> str:
+    """Return CUDA_VISIBLE_DEVICES of a worker on some of the GPUs that this process sees; those beyond are the last."""
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(dict.fromkeys(seen[min(gpu, len(seen) - 1)] if seen else str(gpu) for gpu in gpus))
 
 
 def _model(folder: Path | None) -> list[str]:

@@ -13,7 +13,7 @@ from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
 from benchmarks.end_bench.plots import draw
-from benchmarks.end_bench.services import places_of
+from benchmarks.end_bench.services import places_of, visible_devices
 
 from outrider.v1 import generation_pb2, registry_pb2
 
@@ -191,3 +191,10 @@ def test_plots_are_drawn_from_a_report(tmp_path: Path):
     paths = draw(json.loads(json.dumps(as_dicts(cells))), tmp_path / "plots", "title")
     assert len(paths) == 5
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_workers_are_on_gpus_that_the_benchmark_sees(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices([0, 2]) == "0,2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert (visible_devices([0]), visible_devices([1]), visible_devices([1, 2])) == ("3", "1", "1")
