@@ -1,4 +1,4 @@
-"""What an EAGLE-3 layer reads, in one pass: a token's embedding and a hidden row, each normed, side by side.
+"""Input rows of an EAGLE-3 layer, in one pass: a token's embedding and a hidden row, each normed, side by side.
 
     e[t]    = table[token_ids[t]]
     pair[t] = [e[t] / sqrt(mean e[t]^2 + eps) * table_weight, hidden[t] / sqrt(mean hidden[t]^2 + eps) * hidden_weight]

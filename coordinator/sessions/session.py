@@ -254,7 +254,7 @@ class Session:
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens are committed that the client has not been told of."""
+        """True if tokens are committed that the client has not been told of."""
         return self._delivered < len(self.token_ids)
 
     def deliver(self) -> None:

@@ -1,4 +1,4 @@
-"""What enters an EAGLE head in a growth step, and the keys that its rows attend to.
+"""Input rows of an EAGLE head in a growth step, and the keys that its rows attend to.
 
 The head's row of a token reads the hidden row before it: the target's, as far as the target has computed it, or the
 head's own. With t the index of the row's token:

@@ -89,7 +89,7 @@ class DraftModel:
 
     @property
     def source(self) -> GrowthSource:
-        """What its nodes are reported as."""
+        """Source that its nodes are reported under."""
         return GrowthSource.MODEL if self.features is None else GrowthSource.EAGLE
 
 

@@ -1,4 +1,4 @@
-"""What the JSON files of a checkpoint folder tell of it."""
+"""Checkpoint folders, told by their JSON files."""
 
 import json
 from pathlib import Path

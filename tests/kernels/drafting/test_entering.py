@@ -1,4 +1,4 @@
-"""What enters a head: the reference against plain Python over random trees, and the kernel against the reference."""
+"""Input rows of a head: the reference against plain Python over random trees, and the kernel against the reference."""
 
 from __future__ import annotations
 
