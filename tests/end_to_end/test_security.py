@@ -55,8 +55,8 @@ async def test_the_same_tokens_and_nobody_else(service: LocalService, reference:
         # A sync round waits for its draft: on a busy machine few tokens may be through before an async one has any.
         assert got.speculation.accepted_tokens > 0
         async with asyncio.timeout(100):
-            # Loads come with heartbeats: until one says that the session has gone.
-            while sum(sessions for *_, sessions, _ in loads(client.server_info())):
+            # Loads come with heartbeats: until one says that the session and its slots have gone.
+            while any(sessions or slots for *_, sessions, slots in loads(client.server_info())):
                 await asyncio.sleep(0.1)
         before = client.server_info()
 
