@@ -168,6 +168,11 @@ def _place_head(config: DeployConfig, draft: ModelFiles | None) -> DeployConfig:
         raise ValueError(f"drafter_placement: {config.drafter_placement} given, resident needed: {why}")
     if config.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size: {config.tensor_parallel_size} given, 1 needed: {why}")
+    for name, is_given in (("drafts", config.drafts > 1), ("max_drafts", config.max_drafts), ("source", config.source)):
+        if is_given:
+            raise ValueError(
+                f"{name}: {getattr(config, name)} given, which draft workers alone have, leave it out: {why}"
+            )
     return dataclasses.replace(config, drafter_placement="resident")
 
 

@@ -43,6 +43,7 @@ def results_page(note: str, folder: Path = RESULTS) -> str:
 def readme_table(folder: Path = RESULTS) -> str:
     """Return the table that README shows: the service without and with drafts, at each number of sessions."""
     cells = json.loads((folder / README_FILE).read_text())["cells"]
+    cells.sort(key=lambda cell: (cell["temperature"], cell["sessions"]))
     return table([{head: cell[name] for name, head in _README_COLUMNS.items()} for cell in cells])
 
 

@@ -33,7 +33,7 @@ class CoordinatorConfig:
             that may run; fewer where their prompts have more than 16 million tokens.
         max_queue_wait_s: longest that a request may expect to wait, else it is refused at once; default no such bound.
         max_buffered_events: rounds of a request whose tokens a slow reader may leave unread before it rests until these
-            are read; each choice counts its own.
+            are read, counted over all its choices together.
         max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode. By default
             as many as a pool holds: targets decide (--max-tree-nodes).
         max_depth: deepest node of a tree, and the default of a request in async mode.

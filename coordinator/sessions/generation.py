@@ -45,8 +45,8 @@ class Generation:
     busy becomes one event.
 
     Args:
-        max_unread_rounds: a reader this far behind is stalled, and its sessions rest until it has read all of it; each
-            choice counts its own.
+        max_unread_rounds: a reader this far behind is stalled, and its sessions rest until it has read all of it,
+            counted over all choices together.
         release: called once when the request ends in whatever way, with the generation.
 
     Attributes:

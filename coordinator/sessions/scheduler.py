@@ -224,6 +224,7 @@ class Scheduler:
 
     def _release(self, generation: Generation) -> None:
         self.totals.serving.note_end(generation)
+        self._relay.forget(generation)
         if generation.request.spans is not None:
             generation.request.spans.end(generation)
         for session in generation.sessions:

@@ -243,16 +243,25 @@ class Relay:
 
     def serve_reader(self, generation: Generation) -> None:
         """A reader waits for more: it gets what has gathered while it was busy, and its sessions go on."""
-        if self._written.pop(generation, None) is not None and self._delivery is not None:
-            # It may be set for when the write would have taken too long.
-            self._delivery.cancel()
-            self._delivery = None
+        self._end_write(generation)
         for session in generation.sessions:
             if session.is_held:
                 self.hold(session, is_held=False)
         if any(session.has_news for session in generation.sessions):
             self._line[generation] = None
         self._deliver_soon()
+
+    def forget(self, generation: Generation) -> None:
+        """A request has ended: nothing of it is written any more."""
+        self._line.pop(generation, None)
+        self._end_write(generation)
+        self._deliver_soon()
+
+    def _end_write(self, generation: Generation) -> None:
+        if self._written.pop(generation, None) is not None and self._delivery is not None:
+            # It may be set for when the write would have taken too long.
+            self._delivery.cancel()
+            self._delivery = None
 
     def _deliver_soon(self) -> None:
         if not self._line or self._delivery is not None:
@@ -269,9 +278,7 @@ class Relay:
         """Have as many requests written to their clients as may be at once."""
         self._delivery, self._has_grown, now_ns = None, False, clock.now_ns()
         self._written = {
-            generation: since_ns
-            for generation, since_ns in self._written.items()
-            if not generation.is_closed and now_ns - since_ns < _PATIENCE_NS
+            generation: since_ns for generation, since_ns in self._written.items() if now_ns - since_ns < _PATIENCE_NS
         }
         for generation in list(itertools.islice(self._line, _WRITES_AT_ONCE - len(self._written))):
             del self._line[generation]
