@@ -24,6 +24,7 @@ from outrider.coordinator.sessions.messages import (
 )
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.workers import relay
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2, target_pb2
@@ -198,6 +199,27 @@ async def test_clients_that_take_their_time_keep_no_others_waiting(bench, until)
     busy.set()
     await until(lambda: all(reader.outputs == {0: [4, 5, 6]} for reader in slow))
     for reader in (*slow, *quick):
+        reader.generation.cancel()
+
+
+async def test_requests_that_end_while_they_are_written_give_up_their_turns(bench, monkeypatch):
+    monkeypatch.setattr(relay, "_PATIENCE_NS", 10**13)
+    busy = asyncio.Event()
+    busy.set()
+    slow = await begun(bench, 8, tokens=100, busy=busy)
+    busy.clear()
+    bench.scheduler.take_results("target", a_token_each(slow, 5))
+    await settle()
+    quick = Reader(bench.scheduler.submit(replace(short_request(4), request_id="quick"), [TextStream(None)]))
+    await settle()
+    for token in (4, 5):
+        bench.scheduler.take_results("target", a_token_each([quick], token))
+        await settle()
+    assert quick.outputs == {0: [4]}, "all turns are taken"
+    slow[0].generation.cancel()
+    await settle()
+    assert quick.outputs == {0: [4, 5]}
+    for reader in (*slow, quick):
         reader.generation.cancel()
 
 

@@ -109,6 +109,9 @@ def test_a_head_is_resident_by_itself(monkeypatch: pytest.MonkeyPatch):
     for placement in placements:
         with pytest.raises(ValueError, match=rf"drafter_placement: {placement} given, resident needed: .* EAGLE"):
             make_plan(DeployConfig(port=0, drafter_placement=placement, **pair))
+    for name, value in {"drafts": 2, "max_drafts": 3, "source": "ngram"}.items():
+        with pytest.raises(ValueError, match=rf"{name}: {value} given, which draft workers alone have, leave it out"):
+            make_plan(DeployConfig(port=0, **pair | {name: value}))
     with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 given, 1 needed: .* EAGLE head"):
         make_plan(DeployConfig(port=0, tensor_parallel_size=2, target_gpus=0, **pair))
 
