@@ -41,7 +41,7 @@ class DeployConfig:
             Default the embedded draft beside the embedded target; beside any other, n-grams draft.
         drafter_placement: where the draft model runs: worker, in draft workers; resident, inside each target worker and
             on its device; both. Where one GPU holds both models, resident has only steps that pay. Default worker, and
-            resident of an EAGLE head, which runs nowhere else.
+            resident for an EAGLE head, which runs nowhere else.
         targets: number of target workers.
         drafts: number of draft workers at the start, none where the drafter is resident; with 0 of them, and no
             resident one, nothing is speculated.

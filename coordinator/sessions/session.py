@@ -118,7 +118,7 @@ class Session:
         self._take_received(request.received.get(index, ()))
         self._delivered = len(self.token_ids)
         """Tokens of the prompt and of the output that the client has."""
-        # Of the tokens behind these: text, where finding a stop string took it, log probabilities, the last round.
+        # Parts of the next event: text (where stop strings are looked for), log probabilities, the last round.
         self._found_text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._record: RoundRecord | None = None

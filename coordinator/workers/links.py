@@ -200,8 +200,7 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
     if not selected_by_source:
         selected_by_source = [count for selected in response.selected_counts for count in (selected, 0, 0)]
     # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
-    outcomes = map(
-        Outcome,
+    columns = zip(
         response.session_ids,
         response.epochs,
         [tokens[span] for span in split_by_counts(response.token_counts)],
@@ -214,10 +213,11 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
         response.lost,
         [_TREE_ENDS.get(end, TreeEnd.NONE) for end in response.tree_ends],
         map(logprobs.get, range(len(response.session_ids))),
+        strict=True,
     )
     report = response.report
     return RoundResults(
-        outcomes=list(outcomes),
+        outcomes=list(itertools.starmap(Outcome, columns)),
         faults=[(error.session_id, error.epoch, _fault(error)) for error in response.errors],
         step_ns=report.step_ns,
         forward_ns=report.forward_ns,

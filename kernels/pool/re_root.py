@@ -305,6 +305,7 @@ def _re_root_kernel(
             # Ancestors are expanded before what hangs below them: the expanded part of the walk is its beginning.
             enters = walked & expanded & (cached == length)
             if REGROWS:
+                # None of them.
                 enters = enters & (index < 0)
             table = table_ptr + row.to(tl.int64) * table_width
             tl.store(table + token_index, slot, mask=enters)
@@ -321,6 +322,7 @@ def _re_root_kernel(
             value = tl.where(live & (above >= 0), above * acceptance, value)
         keep = value >= 0
         if REGROWS:
+            # None of them.
             keep = keep & (index < 0)
         if HAS_SLOTS:
             gone = expanded & (keep == 0) & (enters == 0)

@@ -78,10 +78,10 @@ def load_draft(
     """Load a draft model or a head beside a target that has left room for it.
 
     Args:
-        target: that it drafts for.
+        target: model that it drafts for.
         folder: checkpoint of the drafter.
         branching: children of a node.
-        most_steps: of growth before a round.
+        most_steps: most growth steps before a round.
 
     Raises:
         CheckpointError: the folder cannot be served, or is another target's.

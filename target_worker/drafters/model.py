@@ -59,11 +59,11 @@ class DraftModel:
     Attributes:
         make_forward: its forward pass, given the KV slots of the target's rows.
         growth: how it grows trees.
-        most_steps: of growth before a round.
+        most_steps: most growth steps before a round.
         num_slots: tokens whose KV fits.
         vocab_size: columns of its logits.
         captures: whether its steps are CUDA graphs.
-        features: of the target, which a head reads; None of a model.
+        features: hidden rows of the target that a head reads; None for a model.
     """
 
     make_forward: Callable[[torch.Tensor], ForwardPass]

@@ -74,8 +74,8 @@ class Session:
         distributions: q of the nodes that have come, by node id, under `rejection`.
         lost: bit set over places whose growth has been lost; told with the next result.
         grown: of a forced output, the length up to which its tokens have been put into the pool.
-        level: of the rounds that it takes part in.
-        stop_token_ids: that end it.
+        level: level of the rounds that it takes part in.
+        stop_token_ids: tokens that end it.
         has_host_stops: whether the device does not know all of these.
     """
 

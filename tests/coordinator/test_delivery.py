@@ -178,14 +178,20 @@ async def test_rounds_that_end_while_a_client_is_written_to_reach_it_as_one_mess
         assert reader.outputs == {0: [4, 5, 6, 7, 8]}
 
 
+async def slow_readers(bench: Any, busy: asyncio.Event) -> "list[Reader]":
+    """As many readers as are written to at once, which are written to, and read on once `busy` is set."""
+    busy.set()
+    readers = await begun(bench, 8, tokens=100, busy=busy)
+    busy.clear()
+    bench.scheduler.take_results("target", a_token_each(readers, 5))
+    await settle()
+    return readers
+
+
 async def test_clients_that_take_their_time_keep_no_others_waiting(bench, until):
     """As many as are written to at once do not read: the rest hears nevertheless."""
     busy = asyncio.Event()
-    busy.set()
-    slow = await begun(bench, 8, tokens=100, busy=busy)
-    busy.clear()
-    bench.scheduler.take_results("target", a_token_each(slow, 5))
-    await settle()
+    slow = await slow_readers(bench, busy)
     assert all(reader.outputs == {0: [4, 5]} for reader in slow)
     bench.scheduler.take_results("target", a_token_each(slow, 6))
     quick = [
@@ -205,11 +211,7 @@ async def test_clients_that_take_their_time_keep_no_others_waiting(bench, until)
 async def test_requests_that_end_while_they_are_written_give_up_their_turns(bench, monkeypatch):
     monkeypatch.setattr(relay, "_PATIENCE_NS", 10**13)
     busy = asyncio.Event()
-    busy.set()
-    slow = await begun(bench, 8, tokens=100, busy=busy)
-    busy.clear()
-    bench.scheduler.take_results("target", a_token_each(slow, 5))
-    await settle()
+    slow = await slow_readers(bench, busy)
     quick = Reader(bench.scheduler.submit(replace(short_request(4), request_id="quick"), [TextStream(None)]))
     await settle()
     for token in (4, 5):

@@ -136,8 +136,8 @@ class ModelRunner:
         """Return the forward pass over rows that a pool has packed, for steps of so many sessions at most.
 
         Args:
-            sessions: of a step.
-            features: that every pass writes, for a head beside the model; on one GPU.
+            sessions: most sessions of a step.
+            features: hidden rows that every pass writes, for a head beside the model; on one GPU.
 
         Raises:
             CheckpointError: KV has left no memory for it.
