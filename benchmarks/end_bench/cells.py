@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Self
 
 # Cells that a killed run should not have left out come first.
 _FIRST_MODES = ("off", "async", "sync")
+# Roles at the other end of a coordinator's links.
+LINKS = ("draft", "target")
 _COUNTED = re.compile(r"(\d)\+(\d)")
 
 
@@ -65,6 +68,8 @@ class Cell:
         turn: the cells of one turn are compared with each other.
         target_gpus: of each target.
         most_gpus: that there are; workers of further ones share the last.
+        link: role of the workers whose round trips with their coordinator are longer.
+        added_ms: by so much.
     """
 
     setup: Setup
@@ -76,6 +81,8 @@ class Cell:
     turn: int = 0
     target_gpus: int = 1
     most_gpus: int = 4
+    link: str = ""
+    added_ms: float = 0.0
 
     @property
     def gpus(self) -> int:
@@ -89,6 +96,8 @@ class Cell:
         parts = [f"{self.mode} {self.setup.name}"]
         if self.rule != "coupled":
             parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
+        if self.link:
+            parts.append(f"{self.added_ms:g} ms to {self.link}")
         return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
 
 
@@ -102,6 +111,7 @@ class Plan:
         baselines_at: temperatures of the other setups.
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
+        round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
         turns: how often all of it.
         target_gpus: of each target.
         gpus: that there are.
@@ -114,6 +124,7 @@ class Plan:
     baselines_at: Sequence[float] = ()
     rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
+    round_trips: Sequence[float] = ()
     turns: int = 1
     target_gpus: int = 1
     gpus: int = 4
@@ -147,6 +158,10 @@ def _compared(plan: Plan, base: Setup) -> Iterator[Cell]:
         for temperature in (temperature for temperature in plan.temperatures if temperature > 0):
             for sessions in plan.sessions:
                 yield from (cell(mode, temperature, sessions, rule=rule) for mode in drafted)
+    for temperature in plan.temperatures if plan.round_trips else ():
+        for sessions in plan.sessions:
+            for link, added_ms in product(LINKS, plan.round_trips):
+                yield from (cell(mode, temperature, sessions, link=link, added_ms=added_ms) for mode in drafted)
     if plan.synthetic:
         for sessions in plan.sessions:
             for mode in drafted:

@@ -175,6 +175,8 @@ class Bench:
     def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
         """Measures one cell, after so many seconds of its load."""
         endpoint = self.services.endpoints[cell.setup]
+        if self.services.links is not None:
+            self.services.links.lengthen(cell.link, cell.added_ms)
         begin_s = time.monotonic() + _LEAD_S + warm_up_s
         load = Load(
             endpoint=endpoint,

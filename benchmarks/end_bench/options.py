@@ -48,6 +48,7 @@ def service_options(
         device=arguments.device,
         target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
+        through_proxies=bool(arguments.round_trips),
         worker_args=worker_args,
         target_args=arguments.target_args.split(),
         draft_args=arguments.draft_args.split(),
@@ -70,6 +71,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         setups=[Setup.named(name) for name in arguments.setups],
         rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
+        round_trips=arguments.round_trips,
         turns=arguments.turns,
         target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
@@ -98,6 +100,11 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add(
         "--synthetic", type=float, nargs="*", default=[], metavar="RATE",
         help="also with drafts accepted at these rates, one a depth, the last for all deeper ones",
+    )  # fmt: skip
+    add(
+        "--round-trips", type=float, nargs="*", default=[], metavar="MS",
+        help="also with so much longer round trips between coordinator and drafts, and between coordinator and "
+        "targets; all workers are behind proxies then, in every cell",
     )  # fmt: skip
     add("--shapes", nargs=2, metavar=("TARGET", "DRAFT"), help="widen the embedded pair to these, such as 8b 160m")
     add("--target", type=Path, metavar="FOLDER", help="a checkpoint instead; default the embedded pair")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.end_bench.cells import Setup
+from benchmarks.end_bench.links import Links
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
@@ -67,6 +68,7 @@ class ServiceOptions:
         device: cpu, or cuda: then every worker sees its own GPU alone.
         target_gpus: of each target.
         gpus: that there are; workers of further ones share the last.
+        through_proxies: whether coordinators dial proxies of the workers.
         worker_args: of both kinds of workers.
         target_args, draft_args, coordinator_args: further ones.
         start_timeout_s: until all of them serve.
@@ -77,6 +79,7 @@ class ServiceOptions:
     device: str
     target_gpus: int = 1
     gpus: int = 4
+    through_proxies: bool = False
     worker_args: Sequence[str] = ()
     target_args: Sequence[str] = ()
     draft_args: Sequence[str] = ()
@@ -95,6 +98,7 @@ class Services:
 
     Attributes:
         endpoints: host:port of each one's coordinator.
+        links: proxies between coordinators and workers, if there are any.
     """
 
     def __init__(
@@ -107,11 +111,14 @@ class Services:
     ) -> None:
         self._options, self._setups, self._say, self._log_folder = options, setups, say, log_folder
         self.endpoints: dict[Setup, str] = {}
+        self.links = Links() if options.through_proxies else None
         self._roles: dict[str, RoleProcess] = {}
 
     def __enter__(self) -> Self:
         began = time.monotonic()
         deadline = began + self._options.start_timeout_s
+        if self.links is not None:
+            self.links.__enter__()
         try:
             self._start(deadline)
         except BaseException:
@@ -126,6 +133,8 @@ class Services:
             for name, role in self._roles.items():
                 (folder / f"{name}.log").write_text(role.stderr(), encoding="utf-8")
         stop_all(list(self._roles.values()))
+        if self.links is not None:
+            self.links.__exit__()
 
     def check_alive(self) -> None:
         """Tells of a process that has ended.
@@ -164,6 +173,8 @@ class Services:
         arguments += _model(options.target if is_target else options.draft)
         if is_target and len(place.gpus) > 1:
             arguments += ["--tensor-parallel-size", str(len(place.gpus))]
+        if self.links is not None:
+            arguments += self.links.add(place.name)
         if place.is_resident:
             arguments += ["--draft-model", str(options.draft or embedded_draft_path())]
         for setup in served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from benchmarks.end_bench import command
 from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
+from benchmarks.end_bench.links import LISTENING, PROXIED, Links
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
 from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.services import places_of, visible_devices
@@ -48,6 +50,11 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
     alone = cells_of(plan(setups=[SHARED], baselines_at=[0.0]))
     assert [(cell.setup, cell.mode, cell.gpus) for cell in alone] == [(SHARED, "off", 1), (SHARED, "async", 1)]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
+    longer = cells_of(plan(modes=["async"], round_trips=[1.0, 3.0]))
+    assert [(cell.link, cell.added_ms) for cell in longer] == [
+        ("", 0.0), ("draft", 1.0), ("draft", 3.0), ("target", 1.0), ("target", 3.0)
+    ]  # fmt: skip
+    assert longer[1].name == "async 1+1 1 ms to draft, 4 sessions, temperature 0"
     assert [cell.sessions for cell in cells_of(plan(setups=[REPLICAS], baselines_at=[0.0], sessions=[1, 2]))] == [2]
     assert setups_of(cells_of(everything)) == [APART, REPLICAS, THREE_TARGETS, SHARED, RESIDENT]
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
@@ -81,6 +88,32 @@ def test_workers_stand_on_gpus_of_their_own_unless_there_is_one():
             Setup.named(name)
     with pytest.raises(SystemExit):
         parse(["--setups", "apart"])
+
+
+def test_a_links_round_trips_are_longer_and_no_others():
+    with Links() as links, socket.socket() as target, socket.socket() as draft:
+        ends = {}
+        for role, listener in (("target", target), ("draft", draft)):
+            port = int(links.add(f"{role}-0")[1])
+            listener.bind((LISTENING, port))
+            listener.listen()
+            near = socket.create_connection((PROXIED, port))
+            ends[role] = near, listener.accept()[0]
+
+        links.lengthen("target", 100)
+        links.lengthen("draft", 100_000)
+        for near, _ in ends.values():
+            near.sendall(b"?")
+        near, far = ends["target"]
+        far.sendall(far.recv(1))
+        assert near.recv(1) == b"?"
+        # Asked before the target's was answered, and far from there.
+        _, far = ends["draft"]
+        far.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            far.recv(1)
+        for end in (end for pair in ends.values() for end in pair):
+            end.close()
 
 
 def test_long_prompts_are_made_of_several():
