@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.bucket_times import time_buckets
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.node_processors import describe_processors
 from outrider.engine.packed_forward import PackedForward
@@ -67,8 +68,6 @@ T = TypeVar("T")
 # waits for the next one.
 _LEAST_RECORDS, _SESSION_RECORDS = 4096, 64
 _COMPILING_THREADS = 8
-# Rounds that time a bucket before it is used.
-_TIMED = 3
 
 
 class _WideGraphs(NamedTuple):
@@ -430,11 +429,11 @@ class RoundProgram:
         report_stage("compiling kernels")
         self._compile()
         compiled = time.perf_counter()
-        self.captured_ns += [0.0] * len(self.buckets)
         stream = torch.cuda.Stream(self.device)
         for done, bucket in enumerate(reversed(range(len(self.buckets)))):
             report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
             self._capture(bucket, stream)
+        self.captured_ns += time_buckets(len(self.buckets), self._launch_plain, stream)
         self._forget_rounds()
         captured = time.perf_counter()
         assert self._memory_before is not None, "graphs are a GPU's"
@@ -495,11 +494,6 @@ class RoundProgram:
                 end, _ = capture(lambda: self._end(bucket, Level.PROCESSED, wide_logits))
                 self._wide[bucket] = _WideGraphs(packing, forward, end)
             self._is_capturing = False
-            began = time.perf_counter_ns()
-            for _ in range(_TIMED):
-                self._launch_plain(bucket)
-            torch.cuda.synchronize(self.device)
-            self.captured_ns[bucket] = (time.perf_counter_ns() - began) / _TIMED
 
     def _wide_bucket(self, bucket: int) -> int:
         """The bucket for processors: most rows for as few sessions as fit, and most prefill if there is any."""

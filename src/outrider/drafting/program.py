@@ -29,6 +29,7 @@ import torch
 
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.config import GrowthConfig
+from outrider.engine.bucket_times import time_buckets
 from outrider.engine.node_processors import describe_processors
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import RingMemory
@@ -58,8 +59,6 @@ _CPU = torch.device("cpu")
 # Rows of the buckets on a GPU, up to the widest step: in between a step takes as long as in the next larger one.
 _RUNGS = (8, 32, 64, 128, 256)
 _COMPILING_THREADS = 8
-# Steps that time a bucket before it is used.
-_TIMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +420,10 @@ class GrowthProgram:
         for done, bucket in enumerate(reversed(range(len(self.buckets)))):
             report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
             self._capture(bucket)
+        # Of steps without processors.
+        self.times_ns = time_buckets(
+            len(self.buckets), lambda bucket: self._graphs[bucket, False].replay(), torch.cuda.Stream(self.device)
+        )
         self._forget_rounds()
         captured = time.perf_counter()
         logger.info(
@@ -459,12 +462,6 @@ class GrowthProgram:
                 self._graphs[bucket, processes] = graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, **options):
                     self._step(bucket, processes=processes)
-            # Of the step without processors.
-            began = time.perf_counter_ns()
-            for _ in range(_TIMED):
-                graph.replay()
-            torch.cuda.synchronize(self.device)
-            self.times_ns[bucket] = (time.perf_counter_ns() - began) / _TIMED
             if self._is_hosted(bucket):
                 beginning = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(beginning, **options):
