@@ -28,6 +28,10 @@ PARAMETERS = 8
 """int32 words of a session's sampling parameters: seed (2), temperature, top_p, min_p (float32 bits), top_k, choice
 index, and 1 where a drafter's estimates come from the prior alone."""
 
+# Rows looked at together. With those of a whole prefill a thread's share spilled to local memory, which a GPU sets aside
+# for every thread that it could ever run: 3 GB of an H200.
+_MOST_AT_A_TIME = 512
+
 _ROOT = tl.constexpr(ROOT)
 _PARAMETERS = tl.constexpr(PARAMETERS)
 
@@ -108,8 +112,7 @@ def sample_rows(pool: Pool, packed: Packed, parameters: torch.Tensor, out: Sampl
         out.fixed,
         rows,
         out.rows.shape[0],
-        BLOCK=triton.next_power_of_2(rows),
-        PAD=triton.next_power_of_2(out.rows.shape[0]),
+        BLOCK=min(triton.next_power_of_2(rows), _MOST_AT_A_TIME),
         num_warps=4,
         **early_options(pool.device),
     )
@@ -161,47 +164,49 @@ def _sample_rows_kernel(
     rows,
     most,
     BLOCK: tl.constexpr,
-    PAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     # The forward pass reads these arrays before its `gdc_wait`: no `gdc_launch_dependents` here.
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    row = tl.arange(0, BLOCK)
-    wanted = tl.load(entries_ptr + row, mask=row < rows, other=_ROOT - 1) >= _ROOT
-    place = tl.cumsum(wanted.to(tl.int32), 0) - 1
-    count = tl.minimum(tl.sum(wanted.to(tl.int32)), most)
-    wanted = wanted & (place < most)
-    session = tl.load(sessions_ptr + row, mask=wanted, other=0)
-    pool_row = tl.load(step_pool_rows_ptr + session, mask=wanted, other=0)
-    words = parameters_ptr + pool_row * _PARAMETERS
-    low = tl.load(words, mask=wanted, other=0).to(tl.int64) & 0xFFFFFFFF
-    high = tl.load(words + 1, mask=wanted, other=0).to(tl.int64)
-    tl.store(rows_ptr + place, row.to(tl.int64), mask=wanted)
-    tl.store(pool_rows_ptr + place, pool_row, mask=wanted)
-    tl.store(seeds_ptr + place, low | (high << 32), mask=wanted)
-    tl.store(positions_ptr + place, tl.load(step_positions_ptr + row, mask=wanted, other=0) + 1, mask=wanted)
-    temperature = tl.load(words + 2, mask=wanted, other=0).to(tl.float32, bitcast=True)
-    top_p = tl.load(words + 3, mask=wanted, other=0).to(tl.float32, bitcast=True)
-    min_p = tl.load(words + 4, mask=wanted, other=0).to(tl.float32, bitcast=True)
-    tl.store(temperature_ptr + place, temperature, mask=wanted)
-    tl.store(top_p_ptr + place, top_p, mask=wanted)
-    tl.store(min_p_ptr + place, min_p, mask=wanted)
-    tl.store(top_k_ptr + place, tl.load(words + 5, mask=wanted, other=0), mask=wanted)
-    tl.store(choice_index_ptr + place, tl.load(words + 6, mask=wanted, other=0), mask=wanted)
-    tl.store(fixed_ptr + place, tl.load(words + 7, mask=wanted, other=0), mask=wanted)
+    count = 0
+    for begin in range(0, rows, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        wanted = tl.load(entries_ptr + row, mask=row < rows, other=_ROOT - 1) >= _ROOT
+        place = count + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        count += tl.sum(wanted.to(tl.int32))
+        wanted = wanted & (place < most)
+        session = tl.load(sessions_ptr + row, mask=wanted, other=0)
+        pool_row = tl.load(step_pool_rows_ptr + session, mask=wanted, other=0)
+        words = parameters_ptr + pool_row * _PARAMETERS
+        low = tl.load(words, mask=wanted, other=0).to(tl.int64) & 0xFFFFFFFF
+        high = tl.load(words + 1, mask=wanted, other=0).to(tl.int64)
+        tl.store(rows_ptr + place, row.to(tl.int64), mask=wanted)
+        tl.store(pool_rows_ptr + place, pool_row, mask=wanted)
+        tl.store(seeds_ptr + place, low | (high << 32), mask=wanted)
+        tl.store(positions_ptr + place, tl.load(step_positions_ptr + row, mask=wanted, other=0) + 1, mask=wanted)
+        temperature = tl.load(words + 2, mask=wanted, other=0).to(tl.float32, bitcast=True)
+        top_p = tl.load(words + 3, mask=wanted, other=0).to(tl.float32, bitcast=True)
+        min_p = tl.load(words + 4, mask=wanted, other=0).to(tl.float32, bitcast=True)
+        tl.store(temperature_ptr + place, temperature, mask=wanted)
+        tl.store(top_p_ptr + place, top_p, mask=wanted)
+        tl.store(min_p_ptr + place, min_p, mask=wanted)
+        tl.store(top_k_ptr + place, tl.load(words + 5, mask=wanted, other=0), mask=wanted)
+        tl.store(choice_index_ptr + place, tl.load(words + 6, mask=wanted, other=0), mask=wanted)
+        tl.store(fixed_ptr + place, tl.load(words + 7, mask=wanted, other=0), mask=wanted)
+    count = tl.minimum(count, most)
     tl.store(count_ptr, count)
-    padding = tl.arange(0, PAD)
-    unused = (padding >= count) & (padding < most)
-    nothing, none = tl.zeros((PAD,), tl.int32), tl.zeros((PAD,), tl.int64)
-    zero = tl.zeros((PAD,), tl.float32)
-    tl.store(rows_ptr + padding, none, mask=unused)
-    tl.store(pool_rows_ptr + padding, nothing - 1, mask=unused)
-    tl.store(seeds_ptr + padding, none, mask=unused)
-    tl.store(positions_ptr + padding, nothing, mask=unused)
-    tl.store(temperature_ptr + padding, zero, mask=unused)
-    tl.store(top_p_ptr + padding, zero, mask=unused)
-    tl.store(min_p_ptr + padding, zero, mask=unused)
-    tl.store(top_k_ptr + padding, nothing, mask=unused)
-    tl.store(choice_index_ptr + padding, nothing, mask=unused)
-    tl.store(fixed_ptr + padding, nothing, mask=unused)
+    nothing, none, zero = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, most, BLOCK):
+        padding = begin + tl.arange(0, BLOCK)
+        unused = (padding >= count) & (padding < most)
+        tl.store(rows_ptr + padding, none, mask=unused)
+        tl.store(pool_rows_ptr + padding, nothing - 1, mask=unused)
+        tl.store(seeds_ptr + padding, none, mask=unused)
+        tl.store(positions_ptr + padding, nothing, mask=unused)
+        tl.store(temperature_ptr + padding, zero, mask=unused)
+        tl.store(top_p_ptr + padding, zero, mask=unused)
+        tl.store(min_p_ptr + padding, zero, mask=unused)
+        tl.store(top_k_ptr + padding, nothing, mask=unused)
+        tl.store(choice_index_ptr + padding, nothing, mask=unused)
+        tl.store(fixed_ptr + padding, nothing, mask=unused)

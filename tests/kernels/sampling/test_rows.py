@@ -9,6 +9,7 @@ import torch
 from tests.kernels.sampling.random_step import RandomStep
 
 from outrider.kernels.pool.pack import ROOT
+from outrider.kernels.sampling import rows
 from outrider.kernels.sampling.rows import SampledRows, sample_rows, sample_rows_reference
 
 _CPU = torch.device("cpu")
@@ -34,8 +35,11 @@ def test_rows_are_found_with_their_parameters():
             assert int(found.positions[line]) == int(step.packed.positions[row]) + 1
 
 
-@pytest.mark.parametrize("lines", [40, 6])
-def test_the_kernel_writes_the_same_bits(triton_device: torch.device, lines: int):
+@pytest.mark.parametrize(("lines", "at_a_time"), [(40, 512), (40, 8), (6, 8)])
+def test_the_kernel_writes_the_same_bits(
+    triton_device: torch.device, lines: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rows, "_MOST_AT_A_TIME", at_a_time)
     for seed in range(3 if triton_device.type == "cpu" else 40):
         steps = [RandomStep(seed, device) for device in (_CPU, triton_device)]
         mine, theirs = (SampledRows.allocate(lines, step.pool.device) for step in steps)
