@@ -28,7 +28,7 @@ PARAMETERS = 8
 """int32 words of a session's sampling parameters: seed (2), temperature, top_p, min_p (float32 bits), top_k, choice
 index, and 1 where a drafter's estimates come from the prior alone."""
 
-# Rows looked at together. With those of a whole prefill a thread's share spilled to local memory, which a GPU sets aside
+# Rows looked at together. With those of a whole prefill a thread spilled to local memory, which a GPU sets aside
 # for every thread that it could ever run: 3 GB of an H200.
 _MOST_AT_A_TIME = 512
 
