@@ -311,10 +311,12 @@ class Controller:
 
     async def _all_serve(self) -> None:
         """Waits until every coordinator can use every worker."""
-        while not all(worker_status(handle, self._view.served())["state"] == "serving" for handle in self._crew):
-            await asyncio.sleep(POLL_INTERVAL_S)
+        while True:
             # One that listened may still be refused by the coordinator, and then says why.
             await asyncio.gather(*(self._staff.refresh(handle) for handle in self._crew), self._view.ask())
+            if all(worker_status(handle, self._view.served())["state"] == "serving" for handle in self._crew):
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def _waiting_for(self) -> str:
         late = [handle.name for handle in self._crew if handle.report is None or handle.report.address is None]

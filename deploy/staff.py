@@ -148,9 +148,10 @@ class Staff:
 
     async def listening(self, handle: RoleHandle) -> None:
         """Waits until an actor's server listens; raises as `refresh` does."""
+        await self.refresh(handle)
         while handle.report is None or handle.report.address is None:
-            await self.refresh(handle)
             await asyncio.sleep(POLL_INTERVAL_S)
+            await self.refresh(handle)
 
     async def _serving(self, handle: RoleHandle) -> None:
         await self.listening(handle)

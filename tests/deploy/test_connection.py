@@ -2,7 +2,9 @@
 
 import pytest
 from ray._private.node import Node
+from ray._private.workers import setup_worker
 
+from outrider import standby_start
 from outrider.deploy import connection
 from outrider.deploy.config import DeployConfig
 
@@ -21,9 +23,18 @@ def test_a_local_ray_has_no_dashboard_and_a_log_monitor_only_for_who_reads_it(
         left_out.update(name for name in UNNEEDED if getattr(Node, name) is not ray_has[name])
 
     monkeypatch.setattr(connection, "_init", init)
-    connection.connect(DeployConfig(role_logs=role_logs))
+    connection.connect(DeployConfig(role_logs=role_logs), forks_workers=False)
     assert left_out == {"start_api_server", "start_monitor"} | (set() if role_logs else {"start_log_monitor"})
     assert {name: getattr(Node, name) for name in UNNEEDED} == ray_has
+
+
+@pytest.mark.parametrize("forks_workers", [False, True])
+def test_workers_of_a_local_ray_are_forked_instead_of_set_up(forks_workers: bool):
+    command = f"--python_worker_command=python {setup_worker.__file__} default_worker.py --language=PYTHON"
+    changed = connection.bare_raylet([command], forks_workers=forks_workers)
+    assert any(standby_start.__file__ in argument for argument in changed) is forks_workers
+    assert any(setup_worker.__file__ in argument for argument in changed) is not forks_workers
+    assert changed[0].endswith(" default_worker.py --language=PYTHON")
 
 
 def test_that_nothing_runs_here_is_said_in_the_words_of_our_commands(monkeypatch: pytest.MonkeyPatch):
@@ -42,4 +53,4 @@ def test_a_cluster_is_joined_as_it_is(monkeypatch: pytest.MonkeyPatch):
         assert {name: getattr(Node, name) for name in UNNEEDED} == ray_has
 
     monkeypatch.setattr(connection, "_init", init)
-    connection.connect(DeployConfig(address="auto", insecure=True))
+    connection.connect(DeployConfig(address="auto", insecure=True), forks_workers=False)
