@@ -56,7 +56,7 @@ class Crew:
         # A controller whose machine has died starts on another; what `recover` is given has the address.
         self._home_address = next((node.address for node in placement.living_nodes() if node.node_id == home), "")
         self._gpus: dict[Role, float] = dict(zip((Role.TARGET, Role.DRAFT), placement.worker_gpus(config), strict=True))
-        # A Ray of our own starts all workers so.
+        # A Ray of our own has all its workers forked (`connect`).
         self._forks = config.address != "local" and config.forks_workers and roles.import_torch
         self.events = Events()
         """Events of the actors, for whoever has started them."""
