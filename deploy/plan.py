@@ -162,11 +162,9 @@ def make_plan(config: DeployConfig) -> Plan:
 
 def _check_head(config: DeployConfig, draft: ModelFiles) -> None:
     """Check that a draft model that is an EAGLE head can grow trees inside each target worker."""
-    why = f"{draft.given} is an EAGLE head, which reads hidden states of one GPU inside the target worker"
+    why = f"{draft.given} is an EAGLE head, which reads hidden states inside the target worker"
     if config.drafter_placement not in (None, "resident"):
         raise ValueError(f"drafter_placement: {config.drafter_placement} given, resident needed: {why}")
-    if config.tensor_parallel_size > 1:
-        raise ValueError(f"tensor_parallel_size: {config.tensor_parallel_size} given, 1 needed: {why}")
     for name, value in config.worker_options.items():
         raise ValueError(f"{name}: {value} given, which draft workers alone have, leave it out: {why}")
 
