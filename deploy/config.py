@@ -41,7 +41,9 @@ class DeployConfig:
             Default the embedded draft beside the embedded target; beside any other, n-grams draft.
         drafter_placement: where the draft model runs: worker, in draft workers; resident, inside each target worker and
             on its device; both. Default resident where targets take every GPU of the machine, such as one GPU, and no
-            option of draft workers is given; and for an EAGLE head, which runs nowhere else. Otherwise worker.
+            option of draft workers is given, and for an EAGLE head, which runs nowhere else. Otherwise worker.
+        resident_draft: drafter inside each target worker, where it is another one than that of the draft workers: an
+            EAGLE head or a draft model, named likewise.
         targets: number of target workers.
         drafts: number of draft workers at the start; default 1, and none where the drafter is resident. With 0 of them,
             and no resident one, nothing is speculated.
@@ -146,6 +148,7 @@ class DeployConfig:
     target_model: str | None = field(default=None, metadata={"argument": "MODEL"})
     draft_model: str | None = field(default=None, metadata={"option": "--draft"})
     drafter_placement: Literal["worker", "resident", "both"] | None = None
+    resident_draft: str | None = None
     targets: int = 1
     drafts: int | None = None
     min_drafts: int = 0
@@ -254,7 +257,9 @@ class DeployConfig:
 
     @property
     def resident_model(self) -> Path | None:
-        """The draft model inside each target worker; None without one."""
+        """The draft model or the head inside each target worker; None without one."""
+        if self.resident_draft is not None:
+            return Path(self.resident_draft)
         if self.drafter_placement in (None, "worker"):
             return None
         return Path(self.draft_model or embedded_draft_path())
@@ -376,6 +381,10 @@ class DeployConfig:
         placement = self.drafter_placement
         if placement not in (None, "worker") and self.target_model is not None and self.draft_model is None:
             raise ValueError(f"drafter_placement: {placement} given, with draft_model needed")
+        if self.resident_draft is not None and placement in ("resident", "both"):
+            raise ValueError(
+                f"drafter_placement: {placement} given, worker needed beside resident_draft, which is inside the target"
+            )
         if placement == "resident":
             for name, value in self.worker_options.items():
                 raise ValueError(f"{name}: {value} given, where the drafter is resident: drafter_placement both")

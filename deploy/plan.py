@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from outrider.checkpoint_json import is_eagle_head, read_json_object, read_served_config
 from outrider.deploy.checkpoint_sizes import CheckpointSizes
@@ -124,7 +124,8 @@ def make_plan(config: DeployConfig) -> Plan:
     """
     given, is_here, is_ours = config, config.bind is Bind.LOOPBACK, config.address == "local"
     models = {}
-    for field, name in (("target_model", config.target_model), ("draft_model", config.draft_model)):
+    for field in ("target_model", "draft_model", "resident_draft"):
+        name = getattr(config, field)
         if name is not None and not is_here and not Path(name).is_absolute():
             raise ValueError(f"{field}: {name!r} given, with bind node the path of a folder on every machine is needed")
         if name is not None and (is_here or Path(name).is_dir()):
@@ -133,8 +134,8 @@ def make_plan(config: DeployConfig) -> Plan:
     config, why = _place_drafter(config, models.get("draft_model"), len(gpus) if is_ours else None)
     shares = worker_gpus(config, len(gpus)) if is_ours else None
     _check_gpus(config, gpus)
-    target, draft = _sizes(config, models, on_gpu=shares is None or shares[0] > 0)
-    held = _held(config, target, draft)
+    sizes = _sizes(config, models, on_gpu=shares is None or shares[0] > 0)
+    held = _held(config, sizes)
     if is_here:
         _check_files(config)
     if is_here and is_ours:
@@ -152,7 +153,7 @@ def make_plan(config: DeployConfig) -> Plan:
     return Plan(
         given=given,
         config=planned,
-        lines=tuple(_lines(config, planned, _devices(planned, gpus, shares), shares, (target, draft), why=why)),
+        lines=tuple(_lines(config, planned, _devices(planned, gpus, shares), shares, sizes, why=why)),
         missing=tuple(model for model in models.values() if model.missing),
     )
 
@@ -160,25 +161,31 @@ def make_plan(config: DeployConfig) -> Plan:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_head(config: DeployConfig, draft: ModelFiles) -> None:
+def _check_head(config: DeployConfig) -> None:
     """Check that a draft model that is an EAGLE head can grow trees inside each target worker."""
-    why = f"{draft.given} is an EAGLE head, which reads hidden states inside the target worker"
+    why = f"{config.draft_model} is an EAGLE head, which reads hidden states inside the target worker"
     if config.drafter_placement not in (None, "resident"):
         raise ValueError(f"drafter_placement: {config.drafter_placement} given, resident needed: {why}")
     for name, value in config.worker_options.items():
-        raise ValueError(f"{name}: {value} given, which draft workers alone have, leave it out: {why}")
+        raise ValueError(f"{name}: {value} given, which draft workers alone have, leave it out, or give the head as "
+                         f"resident_draft: {why}")  # fmt: skip
 
 
-def _sizes(
-    config: DeployConfig, models: dict[str, ModelFiles], *, on_gpu: bool
-) -> tuple[CheckpointSizes, CheckpointSizes]:
-    """Return the sizes of target and draft, once looked at; zeros of what is not there to be looked at."""
+class _Sizes(NamedTuple):
+    """Sizes of the target, of the model of draft workers, and of the drafter inside each target worker."""
+
+    target: CheckpointSizes
+    draft: CheckpointSizes
+    resident: CheckpointSizes
+
+
+def _sizes(config: DeployConfig, models: dict[str, ModelFiles], *, on_gpu: bool) -> _Sizes:
+    """Return the sizes of all models, once looked at; zeros of what is not there to be looked at."""
     target_folder = models["target_model"].folder if "target_model" in models else embedded_target_path()
-    draft_folder = models["draft_model"].folder if "draft_model" in models else embedded_draft_path()
     number_bytes = 2 if on_gpu else 4
     kv_bytes = 1 if config.kv_cache_dtype == "fp8_e4m3" else number_bytes
     complete_ones = {field: not model.missing for field, model in models.items()}
-    target = draft = _NO_SIZES
+    target = _NO_SIZES
     if target_folder is not None and (config.target_model is None or "target_model" in models):
         weight_bytes = 1 if config.quantization == "fp8" else number_bytes
         has_weights = complete_ones.get("target_model", True)
@@ -189,26 +196,31 @@ def _sizes(
             raise ValueError(f"max_model_len: {config.max_model_len} given, the model ends at {target.longest}")
         if config.tokenizer_path is None:
             _tokenizer(target_folder)
-    has_draft = config.resident_model is not None or (config.draft_source != "ngram" and most_drafts(config) > 0)
-    if has_draft and draft_folder is not None and (config.draft_model is None or "draft_model" in models):
-        has_weights = complete_ones.get("draft_model", True)
-        draft = _read_sizes(
-            draft_folder, has_weights=has_weights, number_bytes=number_bytes, kv_number_bytes=number_bytes
-        )
+
+    def drafter(field: Literal["draft_model", "resident_draft"]) -> CheckpointSizes:
+        folder = models[field].folder if field in models else embedded_draft_path()
+        if folder is None or (getattr(config, field) is not None and field not in models):
+            return _NO_SIZES
+        has_weights = complete_ones.get(field, True)
+        sizes = _read_sizes(folder, has_weights=has_weights, number_bytes=number_bytes, kv_number_bytes=number_bytes)
         if target is not _NO_SIZES and target_folder is not None:
-            _check_pair(target_folder, draft_folder, target, draft)
-    return target, draft
+            _check_pair(target_folder, folder, target, sizes)
+        return sizes
 
-
-def _held(
-    config: DeployConfig, target: CheckpointSizes, draft: CheckpointSizes
-) -> tuple[CheckpointSizes, CheckpointSizes]:
-    """Return what each target worker and each draft worker holds: a target perhaps a draft model besides its own."""
+    draft = resident = _NO_SIZES
+    if config.draft_source != "ngram" and most_drafts(config):
+        draft = drafter("draft_model")
     if config.resident_model is not None:
-        # On one of the GPUs that share the target.
-        weights = target.weights + draft.weights * config.tensor_parallel_size
-        target = dataclasses.replace(target, weights=weights, kv=target.kv + draft.kv)
-    return target, draft if most_drafts(config) else _NO_SIZES
+        resident = drafter("draft_model" if config.resident_draft is None else "resident_draft")
+    return _Sizes(target, draft, resident)
+
+
+def _held(config: DeployConfig, sizes: _Sizes) -> tuple[CheckpointSizes, CheckpointSizes]:
+    """Return what each target worker and each draft worker holds: a target perhaps a drafter besides its own model."""
+    target, draft, resident = sizes
+    # The drafter is on one of the GPUs that share the target.
+    weights = target.weights + resident.weights * config.tensor_parallel_size
+    return dataclasses.replace(target, weights=weights, kv=target.kv + resident.kv), draft
 
 
 def _read_sizes(folder: Path, *, has_weights: bool, number_bytes: int, kv_number_bytes: int) -> CheckpointSizes:
@@ -330,8 +342,14 @@ def _place_drafter(config: DeployConfig, draft: ModelFiles | None, gpus: int | N
     Returns:
         The configuration, and why the draft model runs there, unless that was asked for.
     """
-    if draft is not None and draft.folder is not None and is_eagle_head(draft.folder):
-        _check_head(config, draft)
+    is_head = draft is not None and draft.folder is not None and is_eagle_head(draft.folder)
+    if config.resident_draft is not None:
+        if is_head:
+            raise ValueError(f"draft_model: {config.draft_model} given, a draft model needed beside resident_draft: it "
+                             "is an EAGLE head, which draft workers cannot run")  # fmt: skip
+        return dataclasses.replace(config, drafter_placement="worker"), ""
+    if is_head:
+        _check_head(config)
         return dataclasses.replace(config, drafter_placement="resident"), ", where heads run"
     if config.drafter_placement is not None or config.drafts == 0 or config.draft_source == "ngram":
         return config, ""
@@ -396,19 +414,19 @@ def _lines(
     config: DeployConfig,
     devices: str,
     shares: tuple[float, float] | None,
-    sizes: tuple[CheckpointSizes, CheckpointSizes],
+    sizes: _Sizes,
     *,
     why: str,
 ) -> Iterator[str]:
-    target, draft = sizes
+    target, draft, resident = sizes
     name = given.target_model or "the embedded pair's target"
     yield _line("model", f"{name}{_gigabytes(target)}", "MODEL")
     source = config.draft_source
     names = {"model": given.draft_model or "the embedded pair's draft", "ngram": "n-grams of prompts and outputs"}
     if config.resident_model is not None:
-        resident = f"{names['model']}{_gigabytes(draft)}, inside each target worker{why}"
-        resident += "" if most_drafts(config) else "; no draft workers"
-        yield _line("drafter", resident, "--draft, --drafter-placement")
+        text = f"{given.resident_draft or names['model']}{_gigabytes(resident)}, inside each target worker{why}"
+        text += "" if most_drafts(config) else "; no draft workers"
+        yield _line("drafter", text, "--draft, --drafter-placement, --resident-draft")
     elif not most_drafts(config):
         yield _line("drafter", "none: plain decoding", "--drafts")
     if most_drafts(config):
@@ -420,7 +438,7 @@ def _lines(
         options = "--draft, --drafter-placement, --drafts, --source"
         yield _line("drafter", f"{' and '.join(texts)}, in {workers}{why}", options)
     yield _line("device", devices, "--target-gpus, --draft-gpus")
-    held = _held(config, target, draft)
+    held = _held(config, sizes)
     yield _line("memory", _memory(config, shares, *held), "--target-kv-bytes, --draft-kv-bytes")
     running = config.max_running_sessions or config.targets * config.max_num_seqs
     longest = config.max_model_len or target.longest

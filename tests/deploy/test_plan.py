@@ -195,6 +195,34 @@ def test_a_head_is_resident_by_itself(monkeypatch: pytest.MonkeyPatch):
     assert placed(tensor_parallel_size=2, **pair) == ("resident", 0)
 
 
+def test_a_head_may_draft_beside_draft_workers(monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 2)
+    head, draft = str(embedded_eagle_path()), str(embedded_draft_path())
+    pair: dict[str, Any] = {"target_model": str(embedded_target_path()), "draft_model": draft}
+    config = DeployConfig(port=0, resident_draft=head, **pair)
+    planned = make_plan(config).config
+    assert (planned.resident_model, planned.draft_model, planned.draft_workers) == (Path(head), draft, 1)
+    first, second = (text for text in make_plan(config).lines if text.startswith("drafter"))
+    assert first.startswith(f"drafter   {head} (") and "inside each target worker" in first
+    assert second.startswith(f"drafter   {draft} (") and "in a worker of its own" in second
+    # Without a draft model for them, draft workers grow by n-grams.
+    without = DeployConfig(port=0, target_model=str(embedded_target_path()), resident_draft=head)
+    assert "n-grams" in [text for text in make_plan(without).lines if text.startswith("drafter")][1]
+    assert make_plan(dataclasses.replace(config, drafts=0)).config.draft_workers == 0
+    # On one GPU the target's share is for the KV and the hidden rows of both.
+    have_gpus(monkeypatch, 1)
+    target, draft_bytes = (getattr(make_plan(config).config, name) for name in ("target_kv_bytes", "draft_kv_bytes"))
+    alone = make_plan(DeployConfig(port=0, drafter_placement="worker", **pair)).config
+    assert alone.target_kv_bytes and alone.draft_kv_bytes
+    assert target / draft_bytes > alone.target_kv_bytes / alone.draft_kv_bytes
+    with pytest.raises(ValueError, match=r"draft_model: .* given, a draft model needed beside resident_draft: .* head"):
+        make_plan(DeployConfig(port=0, resident_draft=head, draft_model=head))
+    placements: tuple[Literal["resident", "both"], ...] = ("resident", "both")
+    for placement in placements:
+        with pytest.raises(ValueError, match=f"drafter_placement: {placement} given, worker needed beside resident_d"):
+            DeployConfig(drafter_placement=placement, resident_draft=head, **pair)
+
+
 def test_a_head_needs_its_targets_vocabulary(tmp_path: Path):
     other = checkpoint(tmp_path / "other", vocab_size=9000)
     with pytest.raises(
