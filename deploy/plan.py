@@ -405,7 +405,8 @@ def _kv_shares(
     open_ones = {field: own for field, own in per_token.items() if field not in given and own[0] * own[1]}
     tokens = int(left / max(sum(count * size for count, size in open_ones.values()), 1))
     if open_ones and tokens < 1:
-        raise OutriderError(f"{', '.join(given)}: no room is left for the KV of the others that share the GPU")
+        taken = ", ".join(given) or "kv_cache_memory_fraction"
+        raise OutriderError(f"{taken}: no room is left for the KV of the others that share the GPU")
     return {field: tokens * size for field, (_, size) in open_ones.items()}
 
 
