@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.draft_worker.config import DraftSource, DraftWorkerConfig
@@ -40,11 +40,13 @@ class DeployConfig:
         draft_model: the model that drafts, of the target's tokenizer, or an EAGLE head of the target: named likewise.
             Default the embedded draft beside the embedded target; beside any other, n-grams draft.
         drafter_placement: where the draft model runs: worker, in draft workers; resident, inside each target worker and
-            on its device; both. Where one GPU holds both models, resident has only steps that pay. Default worker, and
-            resident for an EAGLE head, which runs nowhere else.
+            on its device; both. Default resident where targets take every GPU of the machine, such as one GPU, and no
+            option of draft workers is given, and for an EAGLE head, which runs nowhere else. Otherwise worker.
+        resident_draft: drafter inside each target worker, where it is another one than that of the draft workers: an
+            EAGLE head or a draft model, named likewise.
         targets: number of target workers.
-        drafts: number of draft workers at the start, none where the drafter is resident; with 0 of them, and no
-            resident one, nothing is speculated.
+        drafts: number of draft workers at the start; default 1, and none where the drafter is resident. With 0 of them,
+            and no resident one, nothing is speculated.
         min_drafts: fewest draft workers that the deployment scales itself to; with `max_drafts`.
         max_drafts: most draft workers that the deployment scales itself to, by demand; by default it keeps `drafts`.
         drafts_per_session: draft workers of each source that grow one choice's tree, where there are so many.
@@ -146,8 +148,9 @@ class DeployConfig:
     target_model: str | None = field(default=None, metadata={"argument": "MODEL"})
     draft_model: str | None = field(default=None, metadata={"option": "--draft"})
     drafter_placement: Literal["worker", "resident", "both"] | None = None
+    resident_draft: str | None = None
     targets: int = 1
-    drafts: int = 1
+    drafts: int | None = None
     min_drafts: int = 0
     max_drafts: int | None = None
     drafts_per_session: int = 1
@@ -240,8 +243,23 @@ class DeployConfig:
         return self.source or ("model" if has_model else "ngram")
 
     @property
+    def draft_workers(self) -> int:
+        """`drafts` with its default filled in."""
+        if self.drafts is not None:
+            return self.drafts
+        return 0 if self.drafter_placement == "resident" else 1
+
+    @property
+    def worker_options(self) -> dict[str, Any]:
+        """Options that were given and that draft workers alone have."""
+        given = {name: getattr(self, name) for name in _WORKER_OPTIONS}
+        return {name: value for name, value in given.items() if value != _default(name) and (name, value) != _NO_DRAFTS}
+
+    @property
     def resident_model(self) -> Path | None:
-        """The draft model inside each target worker; None without one."""
+        """The draft model or the head inside each target worker; None without one."""
+        if self.resident_draft is not None:
+            return Path(self.resident_draft)
         if self.drafter_placement in (None, "worker"):
             return None
         return Path(self.draft_model or embedded_draft_path())
@@ -346,30 +364,30 @@ class DeployConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
         for name in ("drafts", "min_drafts", "drafts_beside_target"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
-        if self.max_drafts is not None and not self.min_drafts <= self.drafts <= self.max_drafts:
-            raise ValueError(
-                f"max_drafts: {self.max_drafts} given, with drafts {self.drafts} between min_drafts {self.min_drafts} "
-                "and max_drafts needed"
-            )
+            if (count := getattr(self, name)) is not None and count < 0:
+                raise ValueError(f"{name}: {count} given, 0 or more needed")
         if self.max_drafts is None and self.min_drafts:
             raise ValueError(f"min_drafts: {self.min_drafts} given, with max_drafts needed")
-        self.autoscaler()
         self._check_placement()
+        drafts = self.draft_workers
+        if self.max_drafts is not None and not self.min_drafts <= drafts <= self.max_drafts:
+            raise ValueError(
+                f"max_drafts: {self.max_drafts} given, with drafts {drafts} between min_drafts {self.min_drafts} "
+                "and max_drafts needed"
+            )
+        self.autoscaler()
 
     def _check_placement(self) -> None:
         placement = self.drafter_placement
         if placement not in (None, "worker") and self.target_model is not None and self.draft_model is None:
             raise ValueError(f"drafter_placement: {placement} given, with draft_model needed")
+        if self.resident_draft is not None and placement in ("resident", "both"):
+            raise ValueError(
+                f"drafter_placement: {placement} given, worker needed beside resident_draft, which is inside the target"
+            )
         if placement == "resident":
-            if self.max_drafts:
-                raise ValueError("drafter_placement: resident given, which has no draft workers to scale: take both")
-            if self.drafts > 1:
-                raise ValueError(f"drafts: {self.drafts} given, where the drafter is resident: drafter_placement both")
-            if self.source is not None:
-                raise ValueError(f"source: {self.source} given, which draft workers alone have: drafter_placement both")
-            object.__setattr__(self, "drafts", 0)
+            for name, value in self.worker_options.items():
+                raise ValueError(f"{name}: {value} given, where the drafter is resident: drafter_placement both")
 
     def _check_security(self) -> None:
         missing = [name for name in ("certs", "token_file") if getattr(self, name) is None]
@@ -393,6 +411,18 @@ class DeployConfig:
 
 
 _HTTP_PORT = 8000
+_WORKER_OPTIONS = (
+    "drafts",
+    "max_drafts",
+    "source",
+    "draft_gpus",
+    "draft_kv_bytes",
+    "draft_resources",
+    "drafts_beside_target",
+    "draft_port",
+    "draft_threads",
+)
+_NO_DRAFTS = ("drafts", 0)
 _DURATIONS = (
     "start_timeout_s",
     "ping_interval_s",
@@ -413,6 +443,10 @@ NGRAM_FIELDS = (
     "ngram_corpus",
 )
 """What draft workers take over as it is."""
+
+
+def _default(name: str) -> Any:
+    return DeployConfig.__dataclass_fields__[name].default
 
 
 def amounts(resources: Sequence[str]) -> dict[str, float]:

@@ -67,6 +67,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "max_workers": "max_drafts",
         "model": "draft_model",
         "placement": "drafter_placement",
+        "resident_model": "resident_draft",
         "port": "draft_port",
         "gpus": "draft_gpus",
         "resources": "draft_resources",

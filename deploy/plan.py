@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from outrider.checkpoint_json import is_eagle_head, read_json_object, read_served_config
 from outrider.deploy.checkpoint_sizes import CheckpointSizes
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.local_note import local_address
 from outrider.deploy.model_files import ModelFiles, complete, find_model
-from outrider.deploy.resources import most_drafts, worker_gpus
+from outrider.deploy.resources import asked_target_gpus, most_drafts, worker_gpus
 from outrider.errors import CheckpointError, OutriderError
 from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.ports import check_free
@@ -89,11 +89,13 @@ def _read(library: ctypes.CDLL, index: int) -> Gpu | None:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Attributes:
-    config: of the deployment, with what was worked out filled in.
+    given: configuration of the deployment.
+    config: the same with what was worked out filled in.
     lines: what it comes to, each with the options that change it.
     missing: models that have to be completed before, by field.
     """
 
+    given: DeployConfig
     config: DeployConfig
     lines: tuple[str, ...]
     missing: tuple[ModelFiles, ...]
@@ -106,7 +108,7 @@ class Plan:
         """
         for model in self.missing:
             complete(model)
-        return make_plan(self.config)
+        return make_plan(self.given)
 
 
 def make_plan(config: DeployConfig) -> Plan:
@@ -120,21 +122,20 @@ def make_plan(config: DeployConfig) -> Plan:
         OutriderError: something is missing on this machine, with what to do.
         ValueError: options do not fit together.
     """
-    is_here, is_ours = config.bind is Bind.LOOPBACK, config.address == "local"
+    given, is_here, is_ours = config, config.bind is Bind.LOOPBACK, config.address == "local"
     models = {}
-    for field, given in (("target_model", config.target_model), ("draft_model", config.draft_model)):
-        if given is not None and not is_here and not Path(given).is_absolute():
-            raise ValueError(
-                f"{field}: {given!r} given, with bind node the path of a folder on every machine is needed"
-            )
-        if given is not None and (is_here or Path(given).is_dir()):
-            models[field] = find_model(given)
-    config = _place_head(config, models.get("draft_model"))
+    for field in ("target_model", "draft_model", "resident_draft"):
+        name = getattr(config, field)
+        if name is not None and not is_here and not Path(name).is_absolute():
+            raise ValueError(f"{field}: {name!r} given, with bind node the path of a folder on every machine is needed")
+        if name is not None and (is_here or Path(name).is_dir()):
+            models[field] = find_model(name)
     gpus = visible_gpus() if is_ours else []
+    config, why = _place_drafter(config, models.get("draft_model"), len(gpus) if is_ours else None)
     shares = worker_gpus(config, len(gpus)) if is_ours else None
     _check_gpus(config, gpus)
-    target, draft = _sizes(config, models, on_gpu=shares is None or shares[0] > 0)
-    held = _held(config, target, draft)
+    sizes = _sizes(config, models, on_gpu=shares is None or shares[0] > 0)
+    held = _held(config, sizes)
     if is_here:
         _check_files(config)
     if is_here and is_ours:
@@ -150,8 +151,9 @@ def make_plan(config: DeployConfig) -> Plan:
         _check_memory(config, *held)
     planned = dataclasses.replace(config, **found)
     return Plan(
+        given=given,
         config=planned,
-        lines=tuple(_lines(config, planned, _devices(planned, gpus, shares), shares, (target, draft))),
+        lines=tuple(_lines(config, planned, _devices(planned, gpus, shares), shares, sizes, why=why)),
         missing=tuple(model for model in models.values() if model.missing),
     )
 
@@ -159,33 +161,31 @@ def make_plan(config: DeployConfig) -> Plan:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def _place_head(config: DeployConfig, draft: ModelFiles | None) -> DeployConfig:
-    """Have a draft model that is an EAGLE head grow trees inside each target worker."""
-    if draft is None or draft.folder is None or not is_eagle_head(draft.folder):
-        return config
-    why = f"{draft.given} is an EAGLE head, which reads hidden states of one GPU inside the target worker"
+def _check_head(config: DeployConfig) -> None:
+    """Check that a draft model that is an EAGLE head can grow trees inside each target worker."""
+    why = f"{config.draft_model} is an EAGLE head, which reads hidden states inside the target worker"
     if config.drafter_placement not in (None, "resident"):
         raise ValueError(f"drafter_placement: {config.drafter_placement} given, resident needed: {why}")
-    if config.tensor_parallel_size > 1:
-        raise ValueError(f"tensor_parallel_size: {config.tensor_parallel_size} given, 1 needed: {why}")
-    for name, is_given in (("drafts", config.drafts > 1), ("max_drafts", config.max_drafts), ("source", config.source)):
-        if is_given:
-            raise ValueError(
-                f"{name}: {getattr(config, name)} given, which draft workers alone have, leave it out: {why}"
-            )
-    return dataclasses.replace(config, drafter_placement="resident")
+    for name, value in config.worker_options.items():
+        raise ValueError(f"{name}: {value} given, which draft workers alone have, leave it out, or give the head as "
+                         f"resident_draft: {why}")  # fmt: skip
 
 
-def _sizes(
-    config: DeployConfig, models: dict[str, ModelFiles], *, on_gpu: bool
-) -> tuple[CheckpointSizes, CheckpointSizes]:
-    """Return the sizes of target and draft, once looked at; zeros of what is not there to be looked at."""
+class _Sizes(NamedTuple):
+    """Sizes of the target, of the model of draft workers, and of the drafter inside each target worker."""
+
+    target: CheckpointSizes
+    draft: CheckpointSizes
+    resident: CheckpointSizes
+
+
+def _sizes(config: DeployConfig, models: dict[str, ModelFiles], *, on_gpu: bool) -> _Sizes:
+    """Return the sizes of all models, once looked at; zeros of what is not there to be looked at."""
     target_folder = models["target_model"].folder if "target_model" in models else embedded_target_path()
-    draft_folder = models["draft_model"].folder if "draft_model" in models else embedded_draft_path()
     number_bytes = 2 if on_gpu else 4
     kv_bytes = 1 if config.kv_cache_dtype == "fp8_e4m3" else number_bytes
     complete_ones = {field: not model.missing for field, model in models.items()}
-    target = draft = _NO_SIZES
+    target = _NO_SIZES
     if target_folder is not None and (config.target_model is None or "target_model" in models):
         weight_bytes = 1 if config.quantization == "fp8" else number_bytes
         has_weights = complete_ones.get("target_model", True)
@@ -196,26 +196,31 @@ def _sizes(
             raise ValueError(f"max_model_len: {config.max_model_len} given, the model ends at {target.longest}")
         if config.tokenizer_path is None:
             _tokenizer(target_folder)
-    has_draft = config.resident_model is not None or (config.draft_source != "ngram" and most_drafts(config) > 0)
-    if has_draft and draft_folder is not None and (config.draft_model is None or "draft_model" in models):
-        has_weights = complete_ones.get("draft_model", True)
-        draft = _read_sizes(
-            draft_folder, has_weights=has_weights, number_bytes=number_bytes, kv_number_bytes=number_bytes
-        )
+
+    def drafter(field: Literal["draft_model", "resident_draft"]) -> CheckpointSizes:
+        folder = models[field].folder if field in models else embedded_draft_path()
+        if folder is None or (getattr(config, field) is not None and field not in models):
+            return _NO_SIZES
+        has_weights = complete_ones.get(field, True)
+        sizes = _read_sizes(folder, has_weights=has_weights, number_bytes=number_bytes, kv_number_bytes=number_bytes)
         if target is not _NO_SIZES and target_folder is not None:
-            _check_pair(target_folder, draft_folder, target, draft)
-    return target, draft
+            _check_pair(target_folder, folder, target, sizes)
+        return sizes
 
-
-def _held(
-    config: DeployConfig, target: CheckpointSizes, draft: CheckpointSizes
-) -> tuple[CheckpointSizes, CheckpointSizes]:
-    """Return what each target worker and each draft worker holds: a target perhaps a draft model besides its own."""
+    draft = resident = _NO_SIZES
+    if config.draft_source != "ngram" and most_drafts(config):
+        draft = drafter("draft_model")
     if config.resident_model is not None:
-        # On one of the GPUs that share the target.
-        weights = target.weights + draft.weights * config.tensor_parallel_size
-        target = dataclasses.replace(target, weights=weights, kv=target.kv + draft.kv)
-    return target, draft if most_drafts(config) else _NO_SIZES
+        resident = drafter("draft_model" if config.resident_draft is None else "resident_draft")
+    return _Sizes(target, draft, resident)
+
+
+def _held(config: DeployConfig, sizes: _Sizes) -> tuple[CheckpointSizes, CheckpointSizes]:
+    """Return what each target worker and each draft worker holds: a target perhaps a drafter besides its own model."""
+    target, draft, resident = sizes
+    # The drafter is on one of the GPUs that share the target.
+    weights = target.weights + resident.weights * config.tensor_parallel_size
+    return dataclasses.replace(target, weights=weights, kv=target.kv + resident.kv), draft
 
 
 def _read_sizes(folder: Path, *, has_weights: bool, number_bytes: int, kv_number_bytes: int) -> CheckpointSizes:
@@ -304,7 +309,7 @@ def _check_gpus(config: DeployConfig, gpus: list[Gpu]) -> None:
         "draft_gpus": config.draft_gpus or 0.0,
     }
     for field, each in needed.items():
-        count = config.targets if field == "target_gpus" else config.drafts
+        count = config.targets if field == "target_gpus" else config.draft_workers
         if each * count > len(gpus):
             hint = "" if gpus else ": is the driver loaded, and what does CUDA_VISIBLE_DEVICES say?"
             raise OutriderError(f"{field}: {each * count:g} GPUs needed, {len(gpus)} visible{hint}")
@@ -315,7 +320,7 @@ def _check_memory(config: DeployConfig, target: CheckpointSizes, draft: Checkpoi
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = config.targets * target.weights + config.drafts * draft.weights
+    needed = config.targets * target.weights + config.draft_workers * draft.weights
     if needed > total:
         raise OutriderError(
             f"the weights take {needed / 1e9:.1f} GB as float32, this machine has {total / 1e9:.1f} GB of memory: take "
@@ -324,6 +329,42 @@ def _check_memory(config: DeployConfig, target: CheckpointSizes, draft: Checkpoi
 
 
 # --------------------------------------------------------------------------------------------------------- worked out
+
+
+def _place_drafter(config: DeployConfig, draft: ModelFiles | None, gpus: int | None) -> tuple[DeployConfig, str]:
+    """Fill in where the draft model runs.
+
+    Args:
+        config: of the deployment.
+        draft: its draft model.
+        gpus: of this machine; None where they are a cluster's.
+
+    Returns:
+        The configuration, and why the draft model runs there, unless that was asked for.
+    """
+    is_head = draft is not None and draft.folder is not None and is_eagle_head(draft.folder)
+    if config.resident_draft is not None:
+        if is_head:
+            raise ValueError(f"draft_model: {config.draft_model} given, a draft model needed beside resident_draft: it "
+                             "is an EAGLE head, which draft workers cannot run")  # fmt: skip
+        return dataclasses.replace(config, drafter_placement="worker"), ""
+    if is_head:
+        _check_head(config)
+        return dataclasses.replace(config, drafter_placement="resident"), ", where heads run"
+    if config.drafter_placement is not None or config.drafts == 0 or config.draft_source == "ngram":
+        return config, ""
+    each, placement = asked_target_gpus(config), "worker"
+    if config.worker_options:
+        why = f", as --{next(iter(config.worker_options)).replace('_', '-')} asks"
+    elif gpus is None:
+        why = ", as GPUs are a cluster's"
+    elif gpus == 0:
+        why = ", as there is no GPU"
+    elif gpus - config.targets * (1.0 if each is None else each) >= 1:
+        why = ", as a GPU is left for it"
+    else:
+        placement, why = "resident", ", as there is one GPU" if gpus == 1 else f", as targets take all {gpus} GPUs"
+    return dataclasses.replace(config, drafter_placement=placement), why
 
 
 def _kv_shares(
@@ -356,11 +397,17 @@ def _kv_shares(
             f"the weights take {weights / 1e9:.1f} GB of a GPU, which has {smallest / 1e9:.1f} GB: share the target "
             "among more GPUs (--tensor-parallel-size), take --quantization fp8, or a smaller model"
         )
-    if not is_shared or config.target_kv_bytes is not None or config.draft_kv_bytes is not None:
+    if not is_shared:
         return {}
-    tokens = int(budget / max(targets * target.kv + drafts * draft.kv, 1))
-    found = {"target_kv_bytes": tokens * target.kv, "draft_kv_bytes": tokens * draft.kv}
-    return {field: size for field, size in found.items() if size}
+    per_token = {"target_kv_bytes": (targets, target.kv), "draft_kv_bytes": (drafts, draft.kv)}
+    given = {field: size for field in per_token if (size := getattr(config, field)) is not None}
+    left = budget - sum(per_token[field][0] * size for field, size in given.items())
+    open_ones = {field: own for field, own in per_token.items() if field not in given and own[0] * own[1]}
+    tokens = int(left / max(sum(count * size for count, size in open_ones.values()), 1))
+    if open_ones and tokens < 1:
+        taken = ", ".join(given) or "kv_cache_memory_fraction"
+        raise OutriderError(f"{taken}: no room is left for the KV of the others that share the GPU")
+    return {field: tokens * size for field, (_, size) in open_ones.items()}
 
 
 def _lines(
@@ -368,26 +415,31 @@ def _lines(
     config: DeployConfig,
     devices: str,
     shares: tuple[float, float] | None,
-    sizes: tuple[CheckpointSizes, CheckpointSizes],
+    sizes: _Sizes,
+    *,
+    why: str,
 ) -> Iterator[str]:
-    target, draft = sizes
+    target, draft, resident = sizes
     name = given.target_model or "the embedded pair's target"
     yield _line("model", f"{name}{_gigabytes(target)}", "MODEL")
     source = config.draft_source
     names = {"model": given.draft_model or "the embedded pair's draft", "ngram": "n-grams of prompts and outputs"}
     if config.resident_model is not None:
-        resident = f"{names['model']}{_gigabytes(draft)}, inside each target worker"
-        resident += "" if most_drafts(config) else "; no draft workers"
-        yield _line("drafter", resident, "--draft, --drafter-placement")
+        text = f"{given.resident_draft or names['model']}{_gigabytes(resident)}, inside each target worker{why}"
+        text += "" if most_drafts(config) else "; no draft workers"
+        yield _line("drafter", text, "--draft, --drafter-placement, --resident-draft")
     elif not most_drafts(config):
         yield _line("drafter", "none: plain decoding", "--drafts")
     if most_drafts(config):
         texts = [names[word] + (_gigabytes(draft) if word == "model" else "") for word in source.split("+")]
-        count = f"{config.drafts}" if config.max_drafts is None else f"{config.min_drafts} to {config.max_drafts}"
+        count = f"{config.draft_workers}"
+        if config.max_drafts is not None:
+            count = f"{config.min_drafts} to {config.max_drafts}"
         workers = "a worker of its own" if count == "1" else f"{count} workers"
-        yield _line("drafter", f"{' and '.join(texts)}, in {workers}", "--draft, --drafts, --source")
+        options = "--draft, --drafter-placement, --drafts, --source"
+        yield _line("drafter", f"{' and '.join(texts)}, in {workers}{why}", options)
     yield _line("device", devices, "--target-gpus, --draft-gpus")
-    held = _held(config, target, draft)
+    held = _held(config, sizes)
     yield _line("memory", _memory(config, shares, *held), "--target-kv-bytes, --draft-kv-bytes")
     running = config.max_running_sessions or config.targets * config.max_num_seqs
     longest = config.max_model_len or target.longest

@@ -12,7 +12,7 @@ def asked_draft_gpus(config: DeployConfig) -> float | None:
 
 def most_drafts(config: DeployConfig) -> int:
     """Draft workers that there may be at a time: what GPUs and cores are shared out for."""
-    return config.drafts if config.max_drafts is None else config.max_drafts
+    return config.draft_workers if config.max_drafts is None else config.max_drafts
 
 
 def asked_target_gpus(config: DeployConfig) -> float | None:

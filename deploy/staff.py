@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.1
 _END_SLACK_S = 2.0
-FIELDS = {Role.COORDINATOR: "coordinators", Role.TARGET: "targets", Role.DRAFT: "drafts"}
-"""The field of the configuration that counts each role."""
+FIELDS = {Role.COORDINATOR: "coordinators", Role.TARGET: "targets", Role.DRAFT: "draft_workers"}
+"""What counts each role in the configuration."""
 
 
 class Staff:

@@ -114,22 +114,6 @@ def gpus() -> Iterator[Line]:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f"CUDA_VISIBLE_DEVICES={shown!r} hides them" if shown is not None else "is the driver new enough?"
         yield Line(Finding.BAD, "CUDA", f"torch for CUDA {torch.version.cuda} can use no card: {hidden}")
-    if _runs("nvidia-cuda-mps-control"):
-        yield Line(Finding.GOOD, "MPS", "runs: workers that share a card compute side by side")
-    else:
-        to_do = "`nvidia-cuda-mps-control -d` starts it"
-        yield Line(Finding.NOTE, "MPS", f"does not run; where two workers share a card they take turns: {to_do}")
-
-
-def _runs(program: str) -> bool:
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # The kernel keeps so much of a name.
-            if (folder / "comm").read_text().strip() == program[:15]:
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def machine() -> Iterator[Line]:

@@ -14,7 +14,7 @@ from outrider.engine.decoder_loading import attention_of
 from outrider.engine.decoder_weights import weight_bytes
 from outrider.engine.eagle import load_eagle_head
 from outrider.engine.eagle_forward import EagleForward
-from outrider.engine.eagle_spec import EagleSpec, read_eagle_spec
+from outrider.engine.eagle_spec import read_eagle_spec
 from outrider.engine.eagle_weights import open_head
 from outrider.engine.kv_memory import KvNeighbour, KvShape, step_bytes
 from outrider.engine.model_runner import ModelCard, ModelRunner
@@ -28,7 +28,10 @@ _LIVE_NODES = 128
 
 
 def draft_engine(target: EngineConfig, folder: Path, *, num_slots: int | None = None) -> EngineConfig:
-    """Return the settings of a drafter beside a target: its device, dtype and operators, on one GPU.
+    """Return the settings of a drafter beside a target: its device, dtype and operators.
+
+    Where several GPUs share the target, the drafter is on the first one alone: it is small, and hidden rows are whole
+    on every rank.
 
     Args:
         target: settings of the target.
@@ -59,9 +62,14 @@ def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
     engine = draft_engine(target, folder)
     dtype = getattr(torch, engine.dtype_name)
     if is_eagle_head(folder):
-        head = _read_head(target, folder)
-        weights, features = open_head(folder).number_count * dtype.itemsize, (len(head.taps) + 1) * head.hidden_size
-        fixed_bytes = weights + step_bytes(engine, head.layer, features=features)
+        model, _ = read_checkpoint(target)
+        stored = open_head(folder)
+        head = read_eagle_spec(folder, target_layers=len(model.layers), stored=stored.names)
+        numbers, features = stored.number_count, (len(head.taps) + 1) * head.hidden_size
+        if target.tensor_parallel_size > 1 and not head.has_output and not model.tied_head:
+            # A rank has a part of the target's output layer, and the head needs it whole.
+            numbers += model.vocab_size * model.hidden_size
+        fixed_bytes = numbers * dtype.itemsize + step_bytes(engine, head.layer, features=features)
         # Beside its KV, of every token a hidden row of the target's and one of its own.
         slot_bytes = KvShape(head.layer, engine).bytes_per_slot + 2 * head.hidden_size * dtype.itemsize
     else:
@@ -104,12 +112,13 @@ def load_draft(
 def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, most_steps: int) -> DraftModel:
     folder, model, num_slots = Path(engine.model_path), target.running(), engine.num_slots
     assert num_slots is not None
-    spec, row_len = _read_head(target.config, folder), growth.max_model_len + growth.capacity
+    target_layers, row_len = len(model.spec.layers), growth.max_model_len + growth.capacity
+    spec = read_eagle_spec(folder, target_layers=target_layers, stored=open_head(folder).names)
     head = load_eagle_head(
         folder,
         embedding=model.weights.embedding,
-        output=model.weights.head,
-        target_layers=len(model.spec.layers),
+        output=model.weights.head if spec.has_output else target.output_layer(),
+        target_layers=target_layers,
         max_positions=row_len,
         attend=attention_of(engine, spec.layer.head_dim),
         final_softcap=model.spec.final_softcap,
@@ -140,16 +149,6 @@ def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, 
         captures=engine.captures,
         features=features,
     )
-
-
-def _read_head(target: EngineConfig, folder: Path) -> EagleSpec:
-    if target.tensor_parallel_size > 1:
-        raise CheckpointError(
-            f"{folder}: draft_model: an EAGLE head given, which reads hidden states of one GPU: "
-            f"tensor_parallel_size 1 needed, not {target.tensor_parallel_size}"
-        )
-    spec, _ = read_checkpoint(target)
-    return read_eagle_spec(folder, target_layers=len(spec.layers), stored=open_head(folder).names)
 
 
 def check_fits(folder: Path, draft: ModelCard, target: ModelCard) -> None:

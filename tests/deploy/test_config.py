@@ -123,13 +123,8 @@ def test_a_resident_draft_is_an_option_of_the_target():
     assert draft_of(drafter_placement="resident") == embedded_draft_path()
     pair = {"target_model": "/models/large", "draft_model": "/models/small"}
     assert draft_of(drafter_placement="both", **pair) == Path("/models/small")
-    assert DeployConfig(drafter_placement="resident").drafts == 0
-    with pytest.raises(ValueError, match="drafter_placement: resident given, which has no draft workers to scale"):
-        DeployConfig(drafter_placement="resident", max_drafts=2)
-    with pytest.raises(ValueError, match="drafts: 2 given, where the drafter is resident: drafter_placement both"):
-        DeployConfig(drafter_placement="resident", drafts=2)
-    with pytest.raises(ValueError, match="source: ngram given, which draft workers alone have"):
-        DeployConfig(drafter_placement="resident", source="ngram")
+    counts = {None: 1, "worker": 1, "resident": 0, "both": 1}
+    assert {name: DeployConfig(drafter_placement=name).draft_workers for name in counts} == counts
     with pytest.raises(ValueError, match="drafter_placement: both given, with draft_model needed"):
         DeployConfig(drafter_placement="both", target_model="/models/large")
 

@@ -83,7 +83,7 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
         ("draft: {workers: four}", "draft.workers: 'four' given, a whole number needed"),
         ("draft: {workers: yes}", "draft.workers: True given, a whole number needed"),
         ("draft: {workers: 1.5}", "draft.workers: 1.5 given, a whole number needed"),
-        ("draft: {workers: null}", "draft.workers: None given, a whole number needed"),
+        ("target: {workers: null}", "target.workers: None given, a whole number needed"),
         ("draft: {model: 3}", "draft.model: 3 given, a text needed"),
         ("draft: {resources: {cheap: much}}", "draft.resources.cheap: 'much' given, a number needed"),
         ("draft: {resources: [cheap]}", "draft.resources: ['cheap'] given, keys with values needed"),
@@ -119,7 +119,7 @@ def test_options_go_before_the_file(
 
     def note(config: DeployConfig) -> Plan:
         seen.append(config)
-        return Plan(config=config, lines=(), missing=())
+        return Plan(given=config, config=config, lines=(), missing=())
 
     monkeypatch.setattr(serve_command, "make_plan", note)
     path = written(tmp_path, "name: filed\ndraft: {workers: 3}\ntarget: {workers: 2}")

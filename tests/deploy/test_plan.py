@@ -1,5 +1,6 @@
 """The plan that `outrider serve` prints before it starts anything."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -61,9 +62,81 @@ def test_a_model_alone_is_drafted_for_by_n_grams(tmp_path: Path):
     assert "n-grams" in line(config, "drafter")
 
 
-def test_two_models_on_one_gpu_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def placed(**options: Any) -> tuple[str | None, int]:
+    config = make_plan(DeployConfig(port=0, **options)).config
+    return config.drafter_placement, config.draft_workers
+
+
+def test_a_draft_model_has_a_worker_where_a_gpu_is_left_for_it(monkeypatch: pytest.MonkeyPatch):
+    assert placed() == ("worker", 1)
+    assert "in a worker of its own, as there is no GPU" in line(DeployConfig(port=0), "drafter")
     have_gpus(monkeypatch, 1)
-    plan = make_plan(DeployConfig(port=0))
+    assert placed() == ("resident", 0)
+    assert "inside each target worker, as there is one GPU; no draft workers" in line(DeployConfig(port=0), "drafter")
+    # The target leaves it room; no other worker is on the GPU.
+    config = make_plan(DeployConfig(port=0)).config
+    assert (config.target_kv_bytes, config.draft_kv_bytes) == (None, None)
+    assert placed(drafter_placement="worker") == ("worker", 1)
+    assert placed(drafter_placement="both") == ("both", 1)
+    assert placed(target_gpus=0.0) == ("worker", 1)
+    have_gpus(monkeypatch, 2)
+    assert placed() == ("worker", 1)
+    assert "in a worker of its own, as a GPU is left for it" in line(DeployConfig(port=0), "drafter")
+    assert placed(drafter_placement="resident") == ("resident", 0)
+    assert "as" not in line(DeployConfig(port=0, drafter_placement="worker"), "drafter").partition("  [")[0].split()
+    wide: tuple[dict[str, Any], ...] = ({"targets": 2}, {"tensor_parallel_size": 2})
+    for options in wide:
+        assert placed(**options) == ("resident", 0)
+        assert "as targets take all 2 GPUs" in line(DeployConfig(port=0, **options), "drafter")
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [
+        ({"drafts": 1}, 1),
+        ({"drafts": 2}, 2),
+        ({"max_drafts": 3}, 1),
+        ({"source": "model+ngram"}, 1),
+        ({"draft_gpus": 0.0}, 1),
+        ({"draft_kv_bytes": 1 << 30}, 1),
+        ({"draft_resources": ("cheap=1",)}, 1),
+        ({"drafts_beside_target": 1}, 1),
+        ({"draft_port": 60001}, 1),
+        ({"draft_threads": 2}, 1),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_option_of_draft_workers_is_kept_to(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], workers: int):
+    have_gpus(monkeypatch, 1)
+    assert placed(**options) == ("worker", workers)
+    name = next(iter(options))
+    assert f"as --{name.replace('_', '-')} asks" in line(DeployConfig(port=0, **options), "drafter")
+    with pytest.raises(ValueError, match=f"{name}: .* given, where the drafter is resident: drafter_placement both"):
+        DeployConfig(port=0, drafter_placement="resident", **options)
+
+
+def test_without_a_draft_model_nothing_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 1)
+    assert "none: plain decoding" in line(DeployConfig(port=0, drafts=0), "drafter")
+    coder = checkpoint(tmp_path / "coder")
+    others: tuple[dict[str, Any], ...] = ({"target_model": coder}, {"source": "ngram"})
+    for options in others:
+        assert placed(**options)[1] == 1
+        assert "n-grams of prompts and outputs, in a worker of its own" in line(
+            DeployConfig(port=0, **options), "drafter"
+        )
+
+
+def test_where_gpus_are_a_clusters_a_draft_model_has_a_worker(monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 1)
+    assert placed(address="auto") == ("worker", 1)
+    assert "as GPUs are a cluster's" in line(DeployConfig(port=0, address="auto"), "drafter")
+
+
+def test_two_workers_on_one_gpu_share_one_budget(monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 1)
+    asked = DeployConfig(port=0, drafter_placement="worker")
+    plan = make_plan(asked)
     target, draft = plan.config.target_kv_bytes, plan.config.draft_kv_bytes
     assert target is not None
     assert draft is not None
@@ -74,7 +147,13 @@ def test_two_models_on_one_gpu_share_one_budget(tmp_path: Path, monkeypatch: pyt
     ]
     per_token = [own["num_hidden_layers"] * own["num_key_value_heads"] * own["head_dim"] for own in configs]
     assert target / per_token[0] == draft / per_token[1]
-    assert "0.5 for each target" in line(DeployConfig(port=0), "device")
+    assert "0.5 for each target" in line(asked, "device")
+    # What one of them is given, the other does not have.
+    given = make_plan(dataclasses.replace(asked, target_kv_bytes=50_000_000_000)).config
+    assert given.target_kv_bytes == 50_000_000_000
+    assert given.draft_kv_bytes == pytest.approx(target + draft - 50_000_000_000, rel=1e-3)
+    with pytest.raises(OutriderError, match="draft_kv_bytes: no room is left for the KV of the others"):
+        make_plan(dataclasses.replace(asked, draft_kv_bytes=75_000_000_000))
     # Whoever has a GPU for itself takes what is free there.
     have_gpus(monkeypatch, 2)
     assert make_plan(DeployConfig(port=0)).config.target_kv_bytes is None
@@ -101,19 +180,47 @@ def test_a_head_is_resident_by_itself(monkeypatch: pytest.MonkeyPatch):
     pair: dict[str, Any] = {"target_model": str(embedded_target_path()), "draft_model": str(embedded_eagle_path())}
     config = DeployConfig(port=0, **pair)
     plan = make_plan(config)
-    assert (plan.config.drafter_placement, plan.config.drafts) == ("resident", 0)
+    assert (plan.config.drafter_placement, plan.config.draft_workers) == ("resident", 0)
     assert plan.config.resident_model == embedded_eagle_path()
     assert "inside each target worker" in line(config, "drafter")
-    assert make_plan(DeployConfig(port=0, draft_model=str(embedded_eagle_path()))).config.drafts == 0
+    assert make_plan(DeployConfig(port=0, draft_model=str(embedded_eagle_path()))).config.draft_workers == 0
     placements: tuple[Literal["worker", "both"], ...] = ("worker", "both")
     for placement in placements:
         with pytest.raises(ValueError, match=rf"drafter_placement: {placement} given, resident needed: .* EAGLE"):
             make_plan(DeployConfig(port=0, drafter_placement=placement, **pair))
-    for name, value in {"drafts": 2, "max_drafts": 3, "source": "ngram"}.items():
+    for name, value in {"drafts": 1, "max_drafts": 3, "source": "ngram"}.items():
         with pytest.raises(ValueError, match=rf"{name}: {value} given, which draft workers alone have, leave it out"):
             make_plan(DeployConfig(port=0, **pair | {name: value}))
-    with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 given, 1 needed: .* EAGLE head"):
-        make_plan(DeployConfig(port=0, tensor_parallel_size=2, target_gpus=0, **pair))
+    have_gpus(monkeypatch, 2)
+    assert placed(tensor_parallel_size=2, **pair) == ("resident", 0)
+
+
+def test_a_head_may_draft_beside_draft_workers(monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 2)
+    head, draft = str(embedded_eagle_path()), str(embedded_draft_path())
+    pair: dict[str, Any] = {"target_model": str(embedded_target_path()), "draft_model": draft}
+    config = DeployConfig(port=0, resident_draft=head, **pair)
+    planned = make_plan(config).config
+    assert (planned.resident_model, planned.draft_model, planned.draft_workers) == (Path(head), draft, 1)
+    first, second = (text for text in make_plan(config).lines if text.startswith("drafter"))
+    assert first.startswith(f"drafter   {head} (") and "inside each target worker" in first
+    assert second.startswith(f"drafter   {draft} (") and "in a worker of its own" in second
+    # Without a draft model for them, draft workers grow by n-grams.
+    without = DeployConfig(port=0, target_model=str(embedded_target_path()), resident_draft=head)
+    assert "n-grams" in [text for text in make_plan(without).lines if text.startswith("drafter")][1]
+    assert make_plan(dataclasses.replace(config, drafts=0)).config.draft_workers == 0
+    # On one GPU the target's share is for the KV and the hidden rows of both.
+    have_gpus(monkeypatch, 1)
+    target, draft_bytes = (getattr(make_plan(config).config, name) for name in ("target_kv_bytes", "draft_kv_bytes"))
+    alone = make_plan(DeployConfig(port=0, drafter_placement="worker", **pair)).config
+    assert alone.target_kv_bytes and alone.draft_kv_bytes
+    assert target / draft_bytes > alone.target_kv_bytes / alone.draft_kv_bytes
+    with pytest.raises(ValueError, match=r"draft_model: .* given, a draft model needed beside resident_draft: .* head"):
+        make_plan(DeployConfig(port=0, resident_draft=head, draft_model=head))
+    placements: tuple[Literal["resident", "both"], ...] = ("resident", "both")
+    for placement in placements:
+        with pytest.raises(ValueError, match=f"drafter_placement: {placement} given, worker needed beside resident_d"):
+            DeployConfig(drafter_placement=placement, resident_draft=head, **pair)
 
 
 def test_a_head_needs_its_targets_vocabulary(tmp_path: Path):

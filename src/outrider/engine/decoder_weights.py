@@ -146,6 +146,29 @@ def load_decoder_weights(
     return weights
 
 
+def load_output_layer(source: WeightSource, spec: DecoderSpec, embedding: torch.Tensor, *, packed: bool) -> Weight:
+    """Return the output layer [V, N] as one rank has it that does not share the model.
+
+    Args:
+        source: of the model's tensors.
+        spec: the architecture.
+        embedding: [V, N] of the model; the result is a view of it where `DecoderWeights.head` would be.
+        packed: as in `load_decoder_weights`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the device has no room.
+    """
+    loader = WeightLoader(source, spec, embedding.device, embedding.dtype, rank=0, world_size=1, quantized=False)
+    try:
+        head = loader.head(embedding)
+    except torch.OutOfMemoryError as error:
+        raise CheckpointError(
+            f"{source.place}: no room on {embedding.device} for a whole output layer: lower kv_cache_memory_fraction, "
+            "kv_bytes or num_slots"
+        ) from error
+    return PackedWeight(head, embedding.dtype) if packed and can_pack(embedding.dtype) else head
+
+
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint of such a model must have, with its shape, in the order of a forward."""
     hidden, feed_forward = spec.hidden_size, spec.intermediate_size

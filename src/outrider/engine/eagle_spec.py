@@ -21,6 +21,7 @@ EagleLayout = Literal["eagle1", "eagle3"]
 LAST_NORM = -1
 """The tap of what leaves the target's last norm."""
 
+_OUTPUTS = ("lm_head.weight", "model.lm_head.weight")
 _TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -33,6 +34,7 @@ class EagleSpec:
         layer: the head as a Llama of one layer; its vocabulary is the target's.
         taps: where the target's hidden states are read: after so many layers, or `LAST_NORM`.
         draft_vocab_size: rows of the output layer.
+        has_output: whether the head has an output layer of its own; otherwise the target's is used.
         norm_before_residual: whether the layer adds to the normed hidden state (some EAGLE-3 heads do).
     """
 
@@ -40,6 +42,7 @@ class EagleSpec:
     layer: DecoderSpec
     taps: tuple[int, ...]
     draft_vocab_size: int
+    has_output: bool
     norm_before_residual: bool = False
 
     @property
@@ -72,6 +75,7 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
         layer=layer,
         taps=_taps(folder, document, target_layers) if layout == "eagle3" else (LAST_NORM,),
         draft_vocab_size=int(document.get("draft_vocab_size") or layer.vocab_size),
+        has_output=layout == "eagle3" and not stored.isdisjoint(_OUTPUTS),
         norm_before_residual=bool(document.get("norm_before_residual", False)),
     )
 

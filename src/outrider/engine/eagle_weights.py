@@ -153,8 +153,8 @@ class _Loader:
             return self._output, None
         fits = spec.draft_vocab_size == vocab and self._output.shape[1] == spec.hidden_size
         shape = (spec.draft_vocab_size, spec.hidden_size)
-        output = self._optional("lm_head.weight", shape) if fits else self._tensor("lm_head.weight", shape)
-        return (self._output if output is None else output), self._target_ids()
+        output = self._output if fits and not spec.has_output else self._tensor("lm_head.weight", shape)
+        return output, self._target_ids()
 
     def _target_ids(self) -> torch.Tensor | None:
         count, vocab, place = self._spec.draft_vocab_size, self._spec.layer.vocab_size, self._source.place

@@ -9,6 +9,7 @@ import torch
 from outrider.engine.checkpoint import ModelCard
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_loading import load_decoder
+from outrider.engine.decoder_weights import load_output_layer
 from outrider.engine.kv_memory import KvNeighbour, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_forward import Features, PackedForward, PackedShape
@@ -16,6 +17,7 @@ from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.weight_reload import RunningModel, refill_decoder
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
+from outrider.kernels.skinny_linear import Weight
 from outrider.start_progress import report_stage
 
 __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
@@ -69,6 +71,7 @@ class ModelRunner:
     def _load(self, source: WeightSource | None, neighbour: KvNeighbour) -> None:
         config = self.config
         self._packed: PackedForward | None = None
+        self._output_layer: Weight | None = None
         self._decoder, self.info = load_decoder(config, source, self.ranks)
         shape = KvShape(self._decoder.spec, config)
         row_len = self.info.max_model_len + config.max_tree_nodes
@@ -124,8 +127,33 @@ class ModelRunner:
     def _refill(self, folder: str) -> None:
         source, quantized = SafetensorsSource(Path(folder)), self.config.quantization == "fp8"
         dtype = getattr(torch, self.config.dtype_name)
-        refill_decoder(self._decoder.weights, source, self._decoder.spec, dtype=dtype, quantized=quantized)
+        refill_decoder(
+            self._decoder.weights,
+            source,
+            self._decoder.spec,
+            dtype=dtype,
+            quantized=quantized,
+            output_layer=self._output_layer,
+        )
         self.ranks.least(0)
+
+    def output_layer(self) -> Weight:
+        """Return the whole output layer [V, N], for a head beside the model.
+
+        Where ranks have a part each, this rank loads all of it and keeps it: it gets other weights as the model does.
+
+        Raises:
+            CheckpointError: a file cannot be read, or the device has no room.
+        """
+        weights = self._decoder.weights
+        if weights.world_size == 1:
+            return weights.head
+        if self._output_layer is None:
+            source = SafetensorsSource(Path(self.config.model_path))
+            self._output_layer = load_output_layer(
+                source, self._decoder.spec, weights.embedding, packed=self.device.type == "cpu"
+            )
+        return self._output_layer
 
     @property
     def vocab_size(self) -> int:
@@ -137,7 +165,7 @@ class ModelRunner:
 
         Args:
             sessions: most sessions of a step.
-            features: hidden rows that every pass writes, for a head beside the model; on one GPU.
+            features: hidden rows that every pass of this rank writes, for a head beside the model.
 
         Raises:
             CheckpointError: KV has left no memory for it.

@@ -106,7 +106,13 @@ def check_weights(running: RunningModel, folder: Path) -> CheckedWeights:
 
 
 def refill_decoder(
-    weights: DecoderWeights, source: WeightSource, spec: DecoderSpec, *, dtype: torch.dtype, quantized: bool
+    weights: DecoderWeights,
+    source: WeightSource,
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    quantized: bool,
+    output_layer: Weight | None = None,
 ) -> None:
     """Copies a rank's part of other weights into the decoder's tensors.
 
@@ -116,6 +122,7 @@ def refill_decoder(
         spec: the architecture.
         dtype: as the weights were loaded.
         quantized: likewise.
+        output_layer: [V, N] as `load_output_layer` has given it; None where nothing uses one.
 
     Raises:
         CheckpointError: a file cannot be read; the weights are a mixture then.
@@ -128,17 +135,23 @@ def refill_decoder(
         for field in fields(LayerWeights):
             _overwrite(getattr(layer, field.name), getattr(fresh, field.name))
     _overwrite(weights.final_norm, loader.norm("model.norm"))
-    if isinstance(weights.head, ScaledWeight | PackedWeight):
-        _overwrite(weights.head, loader.head(embedding))
-    elif not _is_view(weights.head, embedding):
-        share = len(weights.head)
-        start = min(weights.rank * share, spec.vocab_size)
-        name = HEAD if source.stores(HEAD) else EMBEDDING
-        # Rows beyond the vocabulary are zeros, and stay so.
-        _refill_rows(weights.head, loader, name, start, min(start + share, spec.vocab_size))
+    _refill_head(weights.head, loader, embedding)
+    if output_layer is not None:
+        _refill_head(output_layer, replace(loader, rank=0, world_size=1), embedding)
     if embedding.device.type == "cuda":
         torch.cuda.synchronize(embedding.device)
         torch.cuda.empty_cache()
+
+
+def _refill_head(head: Weight, loader: WeightLoader, embedding: torch.Tensor) -> None:
+    if isinstance(head, ScaledWeight | PackedWeight):
+        _overwrite(head, loader.head(embedding))
+    elif not _is_view(head, embedding):
+        share, vocab_size = len(head), loader.spec.vocab_size
+        start = min(loader.rank * share, vocab_size)
+        name = HEAD if loader.source.stores(HEAD) else EMBEDDING
+        # Rows beyond the vocabulary are zeros, and stay so.
+        _refill_rows(head, loader, name, start, min(start + share, vocab_size))
 
 
 def _refill_rows(held: torch.Tensor, loader: WeightLoader, name: str, start: int, stop: int) -> None:

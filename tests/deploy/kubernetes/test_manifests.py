@@ -199,7 +199,7 @@ def test_the_settings_fit_the_cluster(on_ray: list[Manifest], tmp_path: Path):
     config = read_config(settings_file(on_ray, tmp_path))
     spec = cluster_spec(on_ray)
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
-    counts = {"coordinator": config.coordinators, "target": config.targets, "draft": config.drafts}
+    counts = {"coordinator": config.coordinators, "target": config.targets, "draft": config.draft_workers}
     for role, count in counts.items():
         group = groups[role]
         (wanted,) = getattr(config, f"{role}_resources")

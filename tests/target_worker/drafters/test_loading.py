@@ -95,11 +95,17 @@ def test_a_head_of_another_target_is_refused(
         load_draft(ModelRunner(EngineConfig(model_path=checkpoint, num_slots=100)), tmp_path)
 
 
-def test_a_head_of_several_gpus_is_refused_before_anything_is_loaded(checkpoint: Path, tmp_path: Path):
-    write_random_eagle(tmp_path, checkpoint, taps=(0, 1, 2))
-    engine = EngineConfig(model_path=checkpoint, tensor_parallel_size=2, device="cuda")
-    with pytest.raises(CheckpointError, match=r"draft_model: an EAGLE head .* tensor_parallel_size 1 needed, not 2"):
-        room_for_draft(engine, tmp_path)
+@pytest.mark.parametrize(("layout", "own_output"), [("eagle1", False), ("eagle3", False), ("eagle3", True)])
+def test_a_whole_output_layer_is_counted_where_ranks_share_the_targets(
+    checkpoint: Path, tmp_path: Path, layout: EagleLayout, own_output: bool
+):
+    write_random_eagle(tmp_path, checkpoint, layout=layout, taps=(0, 1, 2), draft_vocab_size=61 if own_output else None)
+    one, two = (
+        room_for_draft(EngineConfig(model_path=checkpoint, tensor_parallel_size=ranks), tmp_path) for ranks in (1, 2)
+    )
+    assert two.bytes_per_slot == one.bytes_per_slot
+    more = 0 if own_output else SIZES["vocab_size"] * SIZES["hidden_size"] * 4
+    assert two.fixed_bytes - one.fixed_bytes == more
 
 
 @pytest.mark.parametrize(
