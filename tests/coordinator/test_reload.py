@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
+from tests.byte_tokenizer import byte_tokenizer
 from tests.coordinator.reloading_target import LENGTH, NEW, OLD, VOCABULARY, ReloadingTarget, said
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from outrider import cli
 from outrider.client import AsyncClient
@@ -32,10 +32,7 @@ Response = generation_pb2.GenerateResponse
 
 @pytest.fixture
 def model_folder(tmp_path):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])).save(
-        str(tmp_path / "tokenizer.json")
-    )
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
+from tests.byte_tokenizer import ALPHABET, byte_tokenizer
 
 from outrider.coordinator.sessions.messages import (
     FinishReason,
@@ -17,6 +17,7 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
 )
 from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 
@@ -294,7 +295,7 @@ async def test_a_choice_that_a_stop_string_ends_is_closed_at_its_workers_and_cou
     stop = next(char for char, token in ALPHABET.items() if token == whole[9])
     end = whole.index(whole[9]) + 1
     request = make_request(sampling=sampling, stop=(stop,), trace=True)
-    generation = bench.scheduler.submit(request, [TextStream(tokenizer_of_bytes(), stop=(stop,))])
+    generation = bench.scheduler.submit(request, [TextStream(TextTokenizer(byte_tokenizer()), stop=(stop,))])
     (session,) = generation.sessions
     events = [event async for event in generation]
     assert [token for event in events if isinstance(event, TokenDelta) for token in event.token_ids] == whole[:end]

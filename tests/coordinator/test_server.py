@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.byte_tokenizer import byte_tokenizer
 from tests.coordinator.fake_workers import FakeTarget, TargetSession
 from tests.coordinator.round_servicer import RoundServicer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
@@ -41,11 +41,7 @@ def next_token(length: int) -> int:
 
 @pytest.fixture
 def model_folder(tmp_path):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path

@@ -6,7 +6,8 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.byte_tokenizer import ALPHABET, byte_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
@@ -14,16 +15,10 @@ from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
 def byte_level() -> TextTokenizer:
     """Every byte a token, some merges, one special and one plain added token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: rank for rank, char in enumerate(alphabet)}
     # "Ġ" is a space; "ð" and "Ł" are the first two bytes of many emoji.
     merges = [("a", "b"), ("Ġ", "a"), ("ab", "c"), ("ð", "Ł"), ("c", "ð"), ("Ċ", "Ġ")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    vocab = ALPHABET | {left + right: 256 + rank for rank, (left, right) in enumerate(merges)}
+    tokenizer = byte_tokenizer("<end>", vocab=vocab, merges=merges)
     tokenizer.add_tokens([AddedToken("the tool→", special=False)])
     return TextTokenizer(tokenizer)
 

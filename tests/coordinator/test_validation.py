@@ -8,10 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
+from tests.byte_tokenizer import byte_tokenizer
 
 from outrider.coordinator.api.validation import RequestLimits, RequestValidator, max_request_bytes
 from outrider.coordinator.sessions.messages import SpeculationMode
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.rpc import MAX_MESSAGE_BYTES, status_of
@@ -22,7 +23,7 @@ EOS = 255
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=64, eos_token_ids=[EOS])
 
 
-TOKENIZER = tokenizer_of_bytes()
+TOKENIZER = TextTokenizer(byte_tokenizer())
 VALIDATOR = RequestValidator(MODEL, TOKENIZER, RequestLimits(default_max_new_tokens=32, max_nodes=24, max_depth=8))
 
 

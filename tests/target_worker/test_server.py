@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.tiny_llama import write_llama
 
 from outrider import rpc
 from outrider.errors import CheckpointError, WorkerUnavailable
@@ -77,15 +77,7 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
 
 async def test_a_lost_rank_ends_a_worker_that_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    model = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=96,
-    )
-    LlamaForCausalLM(model).save_pretrained(tmp_path)
+    write_llama(tmp_path, num_key_value_heads=2)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config = TargetWorkerConfig(model_path=tmp_path, num_slots=64, tensor_parallel_size=2)
     serving = asyncio.create_task(serve(config, ready=ready.set_result))
