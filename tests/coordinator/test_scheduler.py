@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.byte_tokenizer import ALPHABET, byte_tokenizer
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import (
     FinishReason,
@@ -131,7 +132,7 @@ async def test_a_sync_session_is_not_starved_by_others(make_bench, expect_output
     endless.cancel()
 
 
-async def test_choices_on_two_targets_all_wake_when_the_reader_reads_on(make_bench, until, make_request):
+async def test_choices_on_two_targets_all_wake_when_the_reader_reads_on(make_bench, make_request):
     bench = make_bench(max_buffered_events=4)
     bench.limits.max_sessions = 1
     targets = [bench.add_target(name) for name in ("first", "second")]
@@ -153,7 +154,7 @@ async def test_a_draining_scheduler_takes_nothing_new(bench, make_request):
         bench.scheduler.submit(make_request(), [TextStream(None)])
 
 
-async def test_cancelling_frees_both_workers(bench, until, make_request, assert_idle):
+async def test_cancelling_frees_both_workers(bench, make_request, assert_idle):
     target = bench.add_target(step_s=0.005)
     draft = bench.add_draft()
     generation = bench.scheduler.submit(make_request(), [TextStream(None)])
@@ -215,7 +216,7 @@ async def test_prompts_of_one_request_share_one_entry_of_a_full_queue(make_bench
     assert_idle(bench)
 
 
-async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output, until, make_request):
+async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output, make_request):
     bench = make_bench(max_buffered_events=4)
     target = bench.add_target()
     sampling = SamplingSpec(max_new_tokens=40)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tests.coordinator.fake_workers import Everything
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
@@ -12,7 +13,7 @@ from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2
 
 
-async def test_a_draft_lost_in_the_middle_changes_nothing(bench, expect_output, until, make_request):
+async def test_a_draft_lost_in_the_middle_changes_nothing(bench, expect_output, make_request):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.9)
     request = make_request(sampling=SamplingSpec(max_new_tokens=120))
@@ -28,7 +29,7 @@ async def test_a_draft_lost_in_the_middle_changes_nothing(bench, expect_output, 
     assert late.closed
 
 
-async def test_a_lost_target_hands_its_sessions_to_another(bench, expect_output, until, make_request, assert_idle):
+async def test_a_lost_target_hands_its_sessions_to_another(bench, expect_output, make_request, assert_idle):
     first = bench.add_target("first", step_s=0.001)
     request = make_request(sampling=SamplingSpec(max_new_tokens=60))
     task = asyncio.create_task(bench.generate(request))
@@ -41,7 +42,7 @@ async def test_a_lost_target_hands_its_sessions_to_another(bench, expect_output,
     assert_idle(bench)
 
 
-async def test_the_last_target_lost_ends_requests_with_a_reason(bench, until, make_request, assert_idle):
+async def test_the_last_target_lost_ends_requests_with_a_reason(bench, make_request, assert_idle):
     target = bench.add_target(step_s=0.001)
     task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=1000))))
     await until(lambda: len(target.rounds) > 5)
@@ -53,7 +54,7 @@ async def test_the_last_target_lost_ends_requests_with_a_reason(bench, until, ma
         bench.scheduler.submit(make_request(), [TextStream(None)])
 
 
-async def test_a_replaced_target_is_waited_for_when_configured(make_bench, expect_output, until, make_request):
+async def test_a_replaced_target_is_waited_for_when_configured(make_bench, expect_output, make_request):
     bench = make_bench(target_wait_s=60.0)
     target = bench.add_target(step_s=0.001)
     request = make_request(sampling=SamplingSpec(max_new_tokens=60))
@@ -67,7 +68,7 @@ async def test_a_replaced_target_is_waited_for_when_configured(make_bench, expec
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
 
 
-async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, until, make_request):
+async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, make_request):
     """Whoever reads waits all that time, and the histogram has to say so."""
     bench = make_bench(target_wait_s=10.0)
     bench.add_target("first", step_s=0.001)
@@ -83,7 +84,7 @@ async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, unt
     assert 2e9 <= between.total < 2.5e9
 
 
-async def test_a_session_that_a_target_forgot_is_opened_anew(bench, expect_output, until, make_request):
+async def test_a_session_that_a_target_forgot_is_opened_anew(bench, expect_output, make_request):
     target = bench.add_target(step_s=0.001)
     task = asyncio.create_task(bench.generate(make_request()))
     await until(lambda: len(target.rounds) > 5)
@@ -167,7 +168,7 @@ async def test_losses_far_apart_are_not_added_up(bench, expect_output, make_requ
     assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=60))]
 
 
-async def test_a_full_target_makes_a_session_wait_not_fail(bench, expect_output, until, make_request):
+async def test_a_full_target_makes_a_session_wait_not_fail(bench, expect_output, make_request):
     target = bench.add_target(step_s=0.001)
     target.fault_kind = FaultKind.NO_ROOM
     task = asyncio.create_task(bench.generate(make_request()))
@@ -197,7 +198,7 @@ async def test_what_a_target_refuses_is_the_requests_fault(bench, make_request, 
     assert_idle(bench)
 
 
-async def test_a_draft_that_gives_a_session_up_hands_it_to_another(bench, until, make_request):
+async def test_a_draft_that_gives_a_session_up_hands_it_to_another(bench, make_request):
     bench.add_target(step_s=0.002)
     first = bench.add_draft("first", delay_s=1000.0)
     second = bench.add_draft("second")
@@ -252,7 +253,7 @@ async def test_a_draft_without_room_gets_a_session_once_it_has_places_again(benc
     assert draft.sessions.keys() <= {first.sessions[0].session_id, session.session_id}
 
 
-async def test_a_session_without_a_draft_gets_the_next_free_place(bench, until, make_request):
+async def test_a_session_without_a_draft_gets_the_next_free_place(bench, make_request):
     bench.limits.max_sessions = 1
     bench.add_target("a")
     bench.add_target("b")

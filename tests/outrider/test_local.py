@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from tests.byte_tokenizer import byte_tokenizer
+from tests.polling import is_running, wait_until
 from tests.tiny_llama import write_llama
 
 from outrider.client import Client
@@ -90,16 +90,4 @@ def test_children_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while is_running(child):
-        assert time.monotonic() < deadline, "the coordinator outlived its parent"
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        # An orphan that nobody reaps stays a zombie.
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not is_running(child))

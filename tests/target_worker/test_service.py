@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from tests.polling import until
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import (
@@ -18,7 +19,7 @@ from tests.target_worker.rounds.driving import (
     oracle_tree,
     random_tree,
 )
-from tests.target_worker.serving import LEFT, RESENT, SAMPLED, TAKEN, Coordinator, Service, until
+from tests.target_worker.serving import LEFT, RESENT, SAMPLED, TAKEN, Coordinator, Service
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.program import RoundProgram
