@@ -70,14 +70,6 @@ async def test_stop_token_ends_the_choice(bench, expect_output, make_request):
     assert result.choices[0].stop_token_id == plain[7]
 
 
-async def test_without_a_draft_it_decodes_plainly(bench, expect_output, make_request):
-    bench.add_target()
-    request = make_request()
-    outputs, result = await bench.generate(request)
-    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
-    assert result.speculation.drafted_tokens == 0
-
-
 async def test_growth_that_is_late_twice_or_out_of_order_changes_no_token_and_is_counted(
     bench, expect_output, make_request
 ):
@@ -226,13 +218,6 @@ async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output, mak
     assert len(target.rounds) <= 6
     output = [token for event in [e async for e in generation][:-1] for token in event.token_ids]
     assert output == expect_output((1, 2, 3), sampling)
-
-
-async def test_several_choices_of_one_request(bench, make_request):
-    bench.add_target()
-    outputs, result = await bench.generate(make_request(n=3))
-    assert len(outputs) == len(result.choices) == 3
-    assert [choice.index for choice in result.choices] == [0, 1, 2]
 
 
 async def test_a_resumed_request_goes_on_after_what_was_received(bench, expect_output, make_request):

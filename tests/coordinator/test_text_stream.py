@@ -128,24 +128,6 @@ def test_unfinished_character_waits() -> None:
     assert stream.flush() == ""
 
 
-def test_stop_string_over_several_tokens_and_pushes() -> None:
-    stream = TextStream(BYTE_LEVEL, stop=["\ndef"])
-    assert stream.push(BYTE_LEVEL.encode("x = 1\nd")).text == "x = 1"
-    assert stream.push(BYTE_LEVEL.encode("e")).text == ""
-    streamed = stream.push(BYTE_LEVEL.encode("f main"))
-    assert (streamed.text, streamed.consumed, streamed.stop_string) == ("", 1, "\ndef")
-    assert stream.stop_string == "\ndef"
-    assert stream.flush() == ""
-
-
-def test_false_start_of_a_stop_string_is_released() -> None:
-    stream = TextStream(BYTE_LEVEL, stop=["aab"])
-    assert [stream.push([token_id]).text for token_id in BYTE_LEVEL.encode("a")] == [""]
-    assert stream.push(BYTE_LEVEL.encode("a")).text == ""
-    assert stream.push(BYTE_LEVEL.encode("a")).text == "a"
-    assert stream.push(BYTE_LEVEL.encode("x")).text == "aax"
-
-
 def test_first_complete_stop_string_wins_and_the_longest_of_those() -> None:
     assert run(TextStream(BYTE_LEVEL, stop=["c", "ab", "zab"]), [BYTE_LEVEL.encode("zabc")])[::2] == ("", "zab")
     assert run(TextStream(BYTE_LEVEL, stop=["abc", "b"]), [BYTE_LEVEL.encode("abc")])[::2] == ("a", "b")
