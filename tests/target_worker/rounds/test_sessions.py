@@ -23,7 +23,6 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions import WITHOUT_LIMIT, Code, SessionFault
 
@@ -145,16 +144,6 @@ def test_a_held_session_goes_on_where_it_stopped(loop, reference_model):
     loop.limit((7, 1), 1, WITHOUT_LIMIT)
     driver.run()
     assert decoded.tokens == plain
-
-
-def test_growth_of_no_nodes_changes_nothing(loop, reference_model):
-    spec = SamplingSpec(max_new_tokens=6)
-    driver = Driver(loop)
-    decoded = driver.open(1, spec, [], no_tree)
-    while not decoded.is_over:
-        loop.grow(Growth.of_session((7, 1), 1, 0, len(PROMPT) + len(decoded.tokens), [], [], [], []))
-        driver.turn()
-    assert decoded.tokens == plain_decode(reference_model, PROMPT, spec).tokens
 
 
 def test_growth_that_was_lost_is_asked_for_until_it_is_sent_again(loop):
