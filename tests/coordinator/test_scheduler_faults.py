@@ -156,22 +156,6 @@ async def test_a_draft_without_room_gets_a_session_once_it_has_places_again(benc
     assert draft.sessions.keys() <= {first.sessions[0].session_id, session.session_id}
 
 
-async def test_a_session_without_a_draft_gets_the_next_free_place(bench, make_request):
-    bench.limits.max_sessions = 1
-    bench.add_target("a")
-    bench.add_target("b")
-    draft = bench.add_draft()
-    long = SamplingSpec(max_new_tokens=100_000)
-    first, second = (
-        bench.scheduler.submit(make_request(number, sampling=long), [TextStream(None)]) for number in (1, 2)
-    )
-    await until(lambda: draft.sessions)
-    assert set(draft.sessions) == {first.sessions[0].session_id}
-    first.cancel()
-    assert set(draft.sessions) == {second.sessions[0].session_id}
-    second.cancel()
-
-
 async def test_every_loss_of_the_target_gets_its_whole_wait(make_bench, expect_output, make_request):
     """Two losses together last longer than one wait."""
     bench = make_bench(target_wait_s=0.2)
