@@ -5,14 +5,17 @@ Ray and PyTorch are imported once everything that can be checked without them ha
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
 import inspect
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +23,6 @@ import typer
 from outrider.command_options import config_command
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.config_file import as_in_file, read_fields
-from outrider.deploy.descendants import adopt_descendants, end_descendants
 from outrider.deploy.plan import make_plan
 from outrider.deploy.ray_token import prefer_token
 from outrider.forked_process import wake_stand_by
@@ -29,6 +31,8 @@ from outrider.standby_start import OWNER_VARIABLE
 INTERRUPTED = 130
 # That each role gets after Ctrl-C, and after which nothing is waited for any more.
 _HURRY_S, _PATIENCE_S, _KILL_S = 0.8, 3.8, 0.5
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.02
 
 _OPTIONS = [
     inspect.Parameter(
@@ -68,7 +72,7 @@ def _serve(config: DeployConfig, *, detach: bool, dry_run: bool) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     prefer_token(config.address)
-    adopt_descendants()
+    _adopt_descendants()
     _run(lambda told: _bring_up(plan.config, told, detach=detach, began=began))
 
 
@@ -144,5 +148,48 @@ async def _cancelled_by_signals(main: Coroutine[Any, Any, None], told: list[int]
 
 
 def _end_at_once() -> None:
-    end_descendants(_KILL_S)
+    _end_descendants(_KILL_S)
     os._exit(INTERRUPTED)
+
+
+def _adopt_descendants() -> None:
+    """Become the parent of descendants whose own parent ends, so that `_end_descendants` finds them (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> dict[int, list[int]]:
+    """Process ids by parent."""
+    found: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        # One that has ended meanwhile is gone.
+        with contextlib.suppress(OSError):
+            rest = (folder / "stat").read_text().rpartition(")")[2]
+            found.setdefault(int(rest.split()[1]), []).append(int(folder.name))
+    return found
+
+
+def _kill_descendants() -> None:
+    """Kill them all, as far as the system tells of them (Linux); elsewhere Ray's own watch over its parent does."""
+    children = _children()
+    found, left = [], [os.getpid()]
+    while left:
+        own = children.get(left.pop(), [])
+        found += own
+        left += own
+    for pid in found:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _end_descendants(timeout_s: float) -> None:
+    """Kill them until none is left, or for so long; what they leave behind is collected."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        _kill_descendants()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_POLL_S)

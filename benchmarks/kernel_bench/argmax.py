@@ -13,26 +13,21 @@ from outrider.kernels.backend import jit, tl, triton
 _SPLITS, _BLOCK, _WARPS = 16, 1024, 4
 
 
-def argmax_only(
-    logits: torch.Tensor, *, splits: int = _SPLITS, block: int = _BLOCK, warps: int = _WARPS
-) -> torch.Tensor:
+def argmax_only(logits: torch.Tensor) -> torch.Tensor:
     """The index of each row's largest logit, [T] int64; of equal ones any.
 
     Args:
         logits: [T, V] float32, rows contiguous.
-        splits: programs of a row.
-        block: logits in flight of a program.
-        warps: of a program.
     """
     rows, columns = logits.shape
-    values = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
+    values = torch.empty(rows, _SPLITS, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, _SPLITS, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    part = triton.cdiv(triton.cdiv(columns, splits), 4) * 4
-    _largest_of_part_kernel[(splits, rows)](
-        logits, values, tokens, logits.stride(0), columns, part, SPLITS=splits, BLOCK=block, num_warps=warps
+    part = triton.cdiv(triton.cdiv(columns, _SPLITS), 4) * 4
+    _largest_of_part_kernel[(_SPLITS, rows)](
+        logits, values, tokens, logits.stride(0), columns, part, SPLITS=_SPLITS, BLOCK=_BLOCK, num_warps=_WARPS
     )
-    _largest_of_row_kernel[(rows,)](values, tokens, chosen, SPLITS=splits, num_warps=1)
+    _largest_of_row_kernel[(rows,)](values, tokens, chosen, SPLITS=_SPLITS, num_warps=1)
     return chosen
 
 

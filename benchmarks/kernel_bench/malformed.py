@@ -31,9 +31,9 @@ class Inputs:
         self.device = device
         self._generator = torch.Generator().manual_seed(0)
 
-    def integers(self, *shape: int, below: int, least: int = 0) -> torch.Tensor:
-        """int64 in [least, below)."""
-        return torch.randint(least, below, shape, generator=self._generator).to(self.device)
+    def integers(self, *shape: int, below: int) -> torch.Tensor:
+        """int64 in [0, below)."""
+        return torch.randint(below, shape, generator=self._generator).to(self.device)
 
     def wild(self, *shape: int, below: int) -> torch.Tensor:
         """int64, most of them just in or out of [0, below), one in ten far out."""

@@ -41,12 +41,11 @@ class BenchPrompt:
     messages: tuple[dict[str, Any], ...] = ()
 
 
-def read_prompts(path: Path, *, max_new_tokens: int | None = None) -> list[BenchPrompt]:
+def read_prompts(path: Path) -> list[BenchPrompt]:
     """Return the prompts of a file, in its order.
 
     Args:
         path: of the file.
-        max_new_tokens: most tokens of every output, whatever the file says.
 
     Raises:
         InvalidRequest: a line cannot be used, with its number; two prompts have one id; there is none.
@@ -56,11 +55,7 @@ def read_prompts(path: Path, *, max_new_tokens: int | None = None) -> list[Bench
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise _wrong(str(path), f"not UTF-8: {error}") from error
-    prompts = [
-        _prompt(line, f"{path}:{number}", number, max_new_tokens)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    prompts = [_prompt(line, f"{path}:{number}", number) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise _wrong(str(path), "no prompts: one JSON object a line needed")
     ids = set()
@@ -71,20 +66,20 @@ def read_prompts(path: Path, *, max_new_tokens: int | None = None) -> list[Bench
     return prompts
 
 
-def embedded_prompts(*, max_new_tokens: int | None = None) -> list[BenchPrompt]:
+def embedded_prompts() -> list[BenchPrompt]:
     """Return some prompts of the embedded pair, which has learnt Python and nothing else."""
     return [
         BenchPrompt(
             id=f"python-{number}",
             category="python",
-            max_new_tokens=max_new_tokens or DEFAULT_NEW_TOKENS,
+            max_new_tokens=DEFAULT_NEW_TOKENS,
             text=text,
         )
         for number, text in enumerate(held_out_prompts()[:_EMBEDDED_PROMPTS], start=1)
     ]
 
 
-def _prompt(line: str, place: str, number: int, max_new_tokens: int | None) -> BenchPrompt:
+def _prompt(line: str, place: str, number: int) -> BenchPrompt:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -99,7 +94,7 @@ def _prompt(line: str, place: str, number: int, max_new_tokens: int | None) -> B
         if not isinstance(value, str) or not value:
             raise _wrong(place, f'"{name}" is {value!r}, a text needed')
     content = _messages(entry["messages"], place) if "messages" in entry else _text_or_ids(entry["prompt"], place)
-    return BenchPrompt(**names, max_new_tokens=max_new_tokens or limit, **content)
+    return BenchPrompt(**names, max_new_tokens=limit, **content)
 
 
 def _messages(value: Any, place: str) -> dict[str, Any]:

@@ -81,11 +81,6 @@ class SessionTap:
         self._watchers.append(watcher)
         return watcher
 
-    @property
-    def watchers(self) -> int:
-        """Readers."""
-        return len(self._watchers)
-
     def _unwatch(self, watcher: Watcher) -> None:
         if watcher in self._watchers:
             self._watchers.remove(watcher)

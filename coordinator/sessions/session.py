@@ -44,11 +44,6 @@ class Drafter(NamedTuple):
 class Tap(Protocol):
     """Listener to a session's tree while somebody watches it."""
 
-    @property
-    def watchers(self) -> int:
-        """Number of watchers."""
-        ...
-
     def watch(self, *, max_lines: int) -> Watcher:
         """One more watches."""
         ...

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from benchmarks.faults.proxy import BOTH, PARTITION, Conditions, Direction, Proxy
+from tests.polling import until
 
 QUICK_S = 0.5
 
@@ -88,12 +89,6 @@ async def silent(reader: asyncio.StreamReader, *, for_s: float = 0.15) -> bool:
     except TimeoutError:
         return True
     return False
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_it_passes_on_both_ways_and_ends(dial, proxy, echo):

@@ -1,10 +1,13 @@
 """A bench: a scheduler with fake workers around it, without gRPC or torch, in virtual time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.byte_tokenizer import byte_tokenizer
 from tests.coordinator.fake_workers import FakeDraft, FakeTarget, batch_of, expected_output
 from tests.coordinator.virtual_time import VirtualTimeLoop
 
@@ -78,15 +81,13 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
     return {"loop": VirtualTimeLoop if in_virtual_time else asyncio.new_event_loop}
 
 
-async def wait_until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 @pytest.fixture
-def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
-    return wait_until
+def model_folder(tmp_path: Path) -> Path:
+    """What a coordinator reads of a checkpoint, for a model over bytes."""
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    config = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
 
 
 @pytest.fixture

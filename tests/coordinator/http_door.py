@@ -12,7 +12,7 @@ import openai
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
+from tests.byte_tokenizer import ALPHABET, byte_tokenizer
 from tests.coordinator.scripted_scheduler import Play, ScriptedScheduler
 
 from outrider.coordinator.api.access import Access
@@ -31,13 +31,14 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, generation_pb2
 
 _TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
-TOKENIZER = tokenizer_of_bytes()
+TOKENIZER = TextTokenizer(byte_tokenizer())
 A, B, C = (ALPHABET[char] for char in "abc")
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.outrider.scripted_server import serving_in_thread
+from tests.outrider.scripted_server import Request, Response, ScriptedServicer, serving_in_thread
 
 from outrider import cli
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, WorkerRefused, WorkerUnavailable
-from outrider.rpc import abort_with
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 from outrider.wire import floats_to_bytes
 
@@ -91,22 +90,23 @@ DRAFT = generation_pb2.WorkerStatus(
 )
 
 
-class ScriptedServicer:
+class Servicer(ScriptedServicer):
+    """One answer, which may end in an error."""
+
     def __init__(self) -> None:
-        self.requests: list[generation_pb2.GenerateRequest] = []
+        super().__init__(self._answer)
         self.error: OutriderError | None = None
         self.error_after_text: OutriderError | None = None
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:  # noqa: N802
-        self.requests.append(request)
+    async def _answer(self, request: Request, _attempt: int) -> AsyncIterator[Response]:
         if self.error is not None:
-            await abort_with(context, self.error)
+            raise self.error
         yield generation_pb2.GenerateResponse(started=generation_pb2.Started(request_id="r", seed=11, prompt_tokens=3))
         yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[5, 8], text="né"))
         if request.trace:
             yield generation_pb2.GenerateResponse(round=ROUND)
         if self.error_after_text is not None:
-            await abort_with(context, self.error_after_text)
+            raise self.error_after_text
         yield generation_pb2.GenerateResponse(
             delta=generation_pb2.Delta(token_ids=[9], text="w", offset=2, text_offset=3)
         )
@@ -132,12 +132,6 @@ class ScriptedServicer:
             )
         )
 
-    async def Abort(self, request: Any, context: Any) -> generation_pb2.AbortResponse:  # noqa: N802
-        return generation_pb2.AbortResponse()
-
-    async def GetModelInfo(self, request: Any, context: Any) -> generation_pb2.GetModelInfoResponse:  # noqa: N802
-        return generation_pb2.GetModelInfoResponse()
-
     async def GetServerInfo(self, request: Any, context: Any) -> generation_pb2.ServerInfo:  # noqa: N802
         return INFO
 
@@ -146,15 +140,15 @@ class ScriptedServicer:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServicer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servicer]:
     """A server in a thread; the command line finds it through its environment variable."""
-    servicer = ScriptedServicer()
+    servicer = Servicer()
     with serving_in_thread(servicer) as endpoint:
         monkeypatch.setenv("OUTRIDER_ENDPOINT", endpoint)
         yield servicer
 
 
-def test_text_on_stdout_statistics_on_stderr(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_on_stdout_statistics_on_stderr(server: Servicer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "hi"]) == 0
     out, err = capsys.readouterr()
     assert out == "néw\n"
@@ -165,7 +159,7 @@ def test_text_on_stdout_statistics_on_stderr(server: ScriptedServicer, capsys: p
     assert server.requests[0].sampling_params == generation_pb2.SamplingParams()
 
 
-def test_json_is_exactly_one_object(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_exactly_one_object(server: Servicer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "hi", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {
@@ -187,7 +181,7 @@ def test_json_is_exactly_one_object(server: ScriptedServicer, capsys: pytest.Cap
     assert err == ""
 
 
-def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
+def test_every_option_reaches_the_request(server: Servicer) -> None:
     line = (
         "--max-new-tokens 9 --min-new-tokens 2 --temperature 0.5 --top-p 0.75 --top-k 7 --min-p 0.25 "
         "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 3 --stop a --stop b "
@@ -226,13 +220,13 @@ def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
     )
 
 
-def test_a_source_that_there_is_not(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_that_there_is_not(server: Servicer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "hi", "--sources", "model,trie"]) == 2
     assert "'trie' given, model, ngram, eagle needed" in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert server.requests == []
 
 
-def test_trace_file_has_one_line_a_round(server: ScriptedServicer, tmp_path: Path) -> None:
+def test_trace_file_has_one_line_a_round(server: Servicer, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     assert cli.run(["generate", "hi", "--trace", str(file)]) == 0
     assert server.requests[0].trace
@@ -254,7 +248,7 @@ def test_trace_file_has_one_line_a_round(server: ScriptedServicer, tmp_path: Pat
 
 
 def test_trace_is_kept_when_the_stream_fails(
-    server: ScriptedServicer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Servicer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.error_after_text = WorkerRefused("lost its way")
     file = tmp_path / "trace.jsonl"
@@ -265,7 +259,7 @@ def test_trace_is_kept_when_the_stream_fails(
     assert len(file.read_text().splitlines()) == 1
 
 
-def test_prompt_from_stdin(server: ScriptedServicer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_from_stdin(server: Servicer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("zwölf\n".encode())))
     assert cli.run(["generate", "-", "--json"]) == 0
     assert server.requests[0].text == "zwölf\n"
@@ -273,7 +267,7 @@ def test_prompt_from_stdin(server: ScriptedServicer, monkeypatch: pytest.MonkeyP
     assert cli.run(["generate", "-", "--json"]) == 2
 
 
-def test_local_starts_a_service_of_its_own(server: ScriptedServicer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_starts_a_service_of_its_own(server: Servicer, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, started = os.environ["OUTRIDER_ENDPOINT"], []
 
     @contextlib.contextmanager
@@ -296,7 +290,7 @@ def test_local_starts_a_service_of_its_own(server: ScriptedServicer, monkeypatch
     ],
 )
 def test_errors_are_one_line(
-    server: ScriptedServicer, capsys: pytest.CaptureFixture[str], error: OutriderError, code: int
+    server: Servicer, capsys: pytest.CaptureFixture[str], error: OutriderError, code: int
 ) -> None:
     server.error = error
     assert cli.run(["generate", "hi"]) == code
@@ -336,13 +330,13 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         assert err.count("\n") == 1
 
 
-def test_trace_file_that_cannot_be_written(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_file_that_cannot_be_written(server: Servicer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "hi", "--trace", "/nonexistent/trace.jsonl"]) == 1
     assert "/nonexistent/trace.jsonl" in capsys.readouterr().err
     assert server.requests == []
 
 
-def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json(server: Servicer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["status", "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["version"], status["running_sessions"], status["waiting_requests"]) == ("1.2.3", 2, 1)
@@ -414,7 +408,7 @@ def test_the_reliability_diagram_without_observations(capsys: pytest.CaptureFixt
 
 
 def test_status_as_a_table(
-    server: ScriptedServicer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Servicer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.run(["status"]) == 0

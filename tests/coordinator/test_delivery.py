@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.coordinator.streams import LinkToStream, Stream, settle
+from tests.polling import until
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.generation import Generation
@@ -188,7 +189,7 @@ async def slow_readers(bench: Any, busy: asyncio.Event) -> "list[Reader]":
     return readers
 
 
-async def test_clients_that_take_their_time_keep_no_others_waiting(bench, until):
+async def test_clients_that_take_their_time_keep_no_others_waiting(bench):
     """As many as are written to at once do not read: the rest hears nevertheless."""
     busy = asyncio.Event()
     slow = await slow_readers(bench, busy)
@@ -225,7 +226,7 @@ async def test_requests_that_end_while_they_are_written_give_up_their_turns(benc
         reader.generation.cancel()
 
 
-async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(bench, until):
+async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(bench):
     """While drafts grow, clients are told with pauses; meanwhile rounds go on, and nothing of them is lost."""
     readers = await begun(bench, 50, tokens=7)
     bench.add_draft(delay_s=1000.0)

@@ -290,38 +290,6 @@ async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
     assert task.result()
 
 
-async def test_the_growth_of_two_drafts_is_one_tree(make_bench, expect_output):
-    bench = make_bench(drafts_per_session=2)
-    target = bench.add_target(step_s=0.02)
-    workers = {name: bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")}
-    request = make_request(sampling=SamplingSpec(max_new_tokens=12))
-    task = asyncio.create_task(bench.generate(request))
-    await asyncio.sleep(0.001)
-    right = expect_output(request.prompt_token_ids, request.sampling)
-    wrong = (right[2] + 1) % 50
-    # Each under ids of its own; both know the first two tokens, only the second draft knows the third.
-    for name, tokens in {"first": [*right[:2], wrong], "second": right[:3]}.items():
-        ((session_id, session),) = workers[name].sessions.items()
-        growth = Growth(
-            session_id=session_id,
-            epoch=session.epoch,
-            as_of=3,
-            node_ids=(7, 8, 9) if name == "first" else (1, 2, 3),
-            parents=(0, 7, 8) if name == "first" else (0, 1, 2),
-            tokens=tokens,
-            acceptance=(0.9, 0.9, 0.5),
-        )
-        bench.grow(name, growth)
-    outputs, result = await task
-    assert outputs == [right]
-    assert [list(growth.places) for growth in target.grown] == [[0], [1]]
-    # The first round had begun; below its token, three nodes of the two trees are left, and two of them are right.
-    assert [len(done[1]) for done in target.rounds[:3]] == [1, 3, 1]
-    assert result.speculation.drafted_tokens == 3
-    assert result.speculation.accepted_tokens == 2
-    assert all(draft.closed and not draft.sessions for draft in workers.values())
-
-
 async def test_a_draft_that_comes_back_to_a_session_begins_anew(make_bench):
     bench = make_bench(drafts_per_session=2)
     target = bench.add_target()

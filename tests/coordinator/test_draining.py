@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.text_stream import TextStream
@@ -14,12 +15,6 @@ def make_request(number: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"request-{number}", prompt_token_ids=(number, 2, 3), sampling=SamplingSpec(max_new_tokens=60)
     )
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def generate_many(bench, count: int) -> list[asyncio.Task]:

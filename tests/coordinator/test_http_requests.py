@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tests.byte_tokenizer import byte_tokenizer
+from tokenizers import processors
 
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.errors import UnknownModel
@@ -24,18 +25,10 @@ TEMPLATE = ChatTemplate(
 )
 
 
-def tokenizer_of_bytes() -> TextTokenizer:
-    """Which puts <s>, token 256, in front of what is not said to have its special tokens."""
-    alphabet = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    return TextTokenizer(tokenizer)
-
-
-TOKENIZER = tokenizer_of_bytes()
+_BYTES = byte_tokenizer("<s>")
+# It puts <s>, token 256, in front of what is not said to have its special tokens.
+_BYTES.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+TOKENIZER = TextTokenizer(_BYTES)
 
 
 def completion(**fields: Any) -> Asked:

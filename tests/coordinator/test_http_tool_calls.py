@@ -4,16 +4,17 @@ import json
 from typing import Any
 
 import pytest
-from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
+from tests.byte_tokenizer import byte_tokenizer
 
 from outrider.coordinator.api.http.fields import Fields
 from outrider.coordinator.api.http.tool_calls import Calling, CallParser, CallPiece, Tools, read_tools
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InvalidRequest
 from outrider.grammar.matcher import SessionGrammar
 from outrider.grammar.request import grammar_of
 from outrider.v1 import common_pb2, generation_pb2
 
-TOKENIZER, END = tokenizer_of_bytes("<end>"), 256
+TOKENIZER, END = TextTokenizer(byte_tokenizer("<end>")), 256
 
 WEATHER: Any = {
     "type": "function",

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from tests.polling import until
 
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.http.app import create_app
@@ -130,7 +131,7 @@ async def test_a_demo_sessions_lines_are_all_of_it(bench):
     assert not page.servicer.generations.live
 
 
-async def test_a_demo_session_ends_when_its_reader_goes(bench, until, assert_idle):
+async def test_a_demo_session_ends_when_its_reader_goes(bench, assert_idle):
     bench.add_target(step_s=0.001)
     page = Page(bench)
     async with page.asking("/live/api/demo", {"max_new_tokens": 512}) as answer:
@@ -160,7 +161,7 @@ async def test_a_request_may_have_its_trees_lines_beside_its_answer(bench, *, is
     assert told["selected"] == finished.spec_draft_tokens
 
 
-async def test_a_running_session_is_listed_and_watched(bench, make_request, until):
+async def test_a_running_session_is_listed_and_watched(bench, make_request):
     bench.add_target(step_s=0.01)
     bench.add_draft()
     page = Page(bench)
@@ -270,7 +271,7 @@ async def test_a_demo_that_cannot_be_says_why(bench, *, body, headers, status):
     assert bench.scheduler.totals.requests == 0
 
 
-async def test_pages_that_watch_are_limited(bench, until, monkeypatch):
+async def test_pages_that_watch_are_limited(bench, monkeypatch):
     monkeypatch.setattr(routes, "MAX_DEMOS", 1)
     bench.add_target(step_s=0.01)
     page = Page(bench)
@@ -295,7 +296,7 @@ async def test_demos_that_come_at_once_are_limited(bench, monkeypatch):
     assert [answer.status for answer in answers].count(429) == 3
 
 
-async def test_a_reader_that_is_gone_before_the_first_line_leaves_nothing(bench, until, assert_idle):
+async def test_a_reader_that_is_gone_before_the_first_line_leaves_nothing(bench, assert_idle):
     bench.add_target(step_s=0.01)
     page = Page(bench)
     for _ in range(routes.MAX_DEMOS + 1):

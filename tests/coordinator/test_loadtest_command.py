@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import pytest
-from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
+from tests.byte_tokenizer import byte_tokenizer
 
 from outrider import cli
 from outrider.coordinator.api.http.app import create_app
@@ -20,6 +20,7 @@ from outrider.coordinator.loadtest import command, running
 from outrider.coordinator.loadtest.http_connection import server_sent_events
 from outrider.coordinator.loadtest.options import LoadtestConfig
 from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InternalError, LoadtestFailed
 from outrider.growth_source import GrowthSource
 from outrider.rpc import RoleServer
@@ -38,7 +39,7 @@ async def serve(make_bench: Callable[..., Any], ready: Future[Doors], stop: asyn
     servicer = GenerationServicer(
         bench.scheduler,
         model=common_pb2.ModelInfo(name="fake", vocab_size=50, max_model_len=4096),
-        tokenizer=tokenizer_of_bytes(),
+        tokenizer=TextTokenizer(byte_tokenizer()),
         limits=RequestLimits(),
         server_info=generation_pb2.ServerInfo,
     )

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from tests.coordinator.reloading_target import LENGTH, NEW, OLD, VOCABULARY, ReloadingTarget, said
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tests.coordinator.reloading_target import LENGTH, NEW, OLD, ReloadingTarget, said
+from tests.polling import until
 
 from outrider import cli
 from outrider.client import AsyncClient
@@ -28,17 +28,6 @@ from outrider.v1 import (
 )
 
 Response = generation_pb2.GenerateResponse
-
-
-@pytest.fixture
-def model_folder(tmp_path):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])).save(
-        str(tmp_path / "tokenizer.json")
-    )
-    config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
 
 
 @contextlib.asynccontextmanager
@@ -69,12 +58,6 @@ async def pair(coordinator, model_folder) -> AsyncIterator[list[ReloadingTarget]
     ):
         await until(lambda: states(coordinator) == ["serving", "serving"])
         yield [one, two]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def states(coordinator: CoordinatorServer) -> list[str]:

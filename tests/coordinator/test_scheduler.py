@@ -5,7 +5,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
+from tests.byte_tokenizer import ALPHABET, byte_tokenizer
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import (
     FinishReason,
@@ -17,6 +18,7 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
 )
 from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 
@@ -66,14 +68,6 @@ async def test_stop_token_ends_the_choice(bench, expect_output, make_request):
     assert outputs == [plain[:end]]
     assert result.choices[0].finish_reason is FinishReason.STOP
     assert result.choices[0].stop_token_id == plain[7]
-
-
-async def test_without_a_draft_it_decodes_plainly(bench, expect_output, make_request):
-    bench.add_target()
-    request = make_request()
-    outputs, result = await bench.generate(request)
-    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
-    assert result.speculation.drafted_tokens == 0
 
 
 async def test_growth_that_is_late_twice_or_out_of_order_changes_no_token_and_is_counted(
@@ -130,7 +124,7 @@ async def test_a_sync_session_is_not_starved_by_others(make_bench, expect_output
     endless.cancel()
 
 
-async def test_choices_on_two_targets_all_wake_when_the_reader_reads_on(make_bench, until, make_request):
+async def test_choices_on_two_targets_all_wake_when_the_reader_reads_on(make_bench, make_request):
     bench = make_bench(max_buffered_events=4)
     bench.limits.max_sessions = 1
     targets = [bench.add_target(name) for name in ("first", "second")]
@@ -152,7 +146,7 @@ async def test_a_draining_scheduler_takes_nothing_new(bench, make_request):
         bench.scheduler.submit(make_request(), [TextStream(None)])
 
 
-async def test_cancelling_frees_both_workers(bench, until, make_request, assert_idle):
+async def test_cancelling_frees_both_workers(bench, make_request, assert_idle):
     target = bench.add_target(step_s=0.005)
     draft = bench.add_draft()
     generation = bench.scheduler.submit(make_request(), [TextStream(None)])
@@ -214,7 +208,7 @@ async def test_prompts_of_one_request_share_one_entry_of_a_full_queue(make_bench
     assert_idle(bench)
 
 
-async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output, until, make_request):
+async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output, make_request):
     bench = make_bench(max_buffered_events=4)
     target = bench.add_target()
     sampling = SamplingSpec(max_new_tokens=40)
@@ -224,13 +218,6 @@ async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output, unt
     assert len(target.rounds) <= 6
     output = [token for event in [e async for e in generation][:-1] for token in event.token_ids]
     assert output == expect_output((1, 2, 3), sampling)
-
-
-async def test_several_choices_of_one_request(bench, make_request):
-    bench.add_target()
-    outputs, result = await bench.generate(make_request(n=3))
-    assert len(outputs) == len(result.choices) == 3
-    assert [choice.index for choice in result.choices] == [0, 1, 2]
 
 
 async def test_a_resumed_request_goes_on_after_what_was_received(bench, expect_output, make_request):
@@ -294,7 +281,7 @@ async def test_a_choice_that_a_stop_string_ends_is_closed_at_its_workers_and_cou
     stop = next(char for char, token in ALPHABET.items() if token == whole[9])
     end = whole.index(whole[9]) + 1
     request = make_request(sampling=sampling, stop=(stop,), trace=True)
-    generation = bench.scheduler.submit(request, [TextStream(tokenizer_of_bytes(), stop=(stop,))])
+    generation = bench.scheduler.submit(request, [TextStream(TextTokenizer(byte_tokenizer()), stop=(stop,))])
     (session,) = generation.sessions
     events = [event async for event in generation]
     assert [token for event in events if isinstance(event, TokenDelta) for token in event.token_ids] == whole[:end]

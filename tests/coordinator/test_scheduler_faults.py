@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tests.coordinator.fake_workers import Everything
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
@@ -12,36 +13,7 @@ from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2
 
 
-async def test_a_draft_lost_in_the_middle_changes_nothing(bench, expect_output, until, make_request):
-    bench.add_target(step_s=0.001)
-    bench.add_draft(accuracy=0.9)
-    request = make_request(sampling=SamplingSpec(max_new_tokens=120))
-    task = asyncio.create_task(bench.generate(request))
-    totals = bench.scheduler.totals
-    await until(lambda: totals.accepted_tokens)
-    bench.scheduler.remove_draft("draft")
-    steps = totals.emitted_tokens
-    await until(lambda: totals.emitted_tokens > steps + 2)
-    late = bench.add_draft("late", accuracy=0.9)
-    outputs, _ = await task
-    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
-    assert late.closed
-
-
-async def test_a_lost_target_hands_its_sessions_to_another(bench, expect_output, until, make_request, assert_idle):
-    first = bench.add_target("first", step_s=0.001)
-    request = make_request(sampling=SamplingSpec(max_new_tokens=60))
-    task = asyncio.create_task(bench.generate(request))
-    await until(lambda: len(first.rounds) > 10)
-    second = bench.add_target("second")
-    first.is_lost = True
-    outputs, _ = await task
-    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
-    assert second.closed
-    assert_idle(bench)
-
-
-async def test_the_last_target_lost_ends_requests_with_a_reason(bench, until, make_request, assert_idle):
+async def test_the_last_target_lost_ends_requests_with_a_reason(bench, make_request, assert_idle):
     target = bench.add_target(step_s=0.001)
     task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=1000))))
     await until(lambda: len(target.rounds) > 5)
@@ -53,21 +25,7 @@ async def test_the_last_target_lost_ends_requests_with_a_reason(bench, until, ma
         bench.scheduler.submit(make_request(), [TextStream(None)])
 
 
-async def test_a_replaced_target_is_waited_for_when_configured(make_bench, expect_output, until, make_request):
-    bench = make_bench(target_wait_s=60.0)
-    target = bench.add_target(step_s=0.001)
-    request = make_request(sampling=SamplingSpec(max_new_tokens=60))
-    task = asyncio.create_task(bench.generate(request))
-    await until(lambda: len(target.rounds) > 5)
-    target.is_lost = True
-    await until(lambda: not bench.scheduler.has_target)
-    assert not task.done()
-    bench.add_target("again")
-    outputs, _ = await task
-    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
-
-
-async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, until, make_request):
+async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, make_request):
     """Whoever reads waits all that time, and the histogram has to say so."""
     bench = make_bench(target_wait_s=10.0)
     bench.add_target("first", step_s=0.001)
@@ -81,15 +39,6 @@ async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, unt
     between = totals.serving.between_tokens
     assert sum(between.counts) == totals.verify_steps - 1
     assert 2e9 <= between.total < 2.5e9
-
-
-async def test_a_session_that_a_target_forgot_is_opened_anew(bench, expect_output, until, make_request):
-    target = bench.add_target(step_s=0.001)
-    task = asyncio.create_task(bench.generate(make_request()))
-    await until(lambda: len(target.rounds) > 5)
-    target.fail_sessions.update(target.sessions)
-    outputs, _ = await task
-    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
 
 
 async def test_a_session_lost_again_and_again_is_given_up(bench, make_request, assert_idle):
@@ -167,19 +116,6 @@ async def test_losses_far_apart_are_not_added_up(bench, expect_output, make_requ
     assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=60))]
 
 
-async def test_a_full_target_makes_a_session_wait_not_fail(bench, expect_output, until, make_request):
-    target = bench.add_target(step_s=0.001)
-    target.fault_kind = FaultKind.NO_ROOM
-    task = asyncio.create_task(bench.generate(make_request()))
-    for number in range(4):
-        await until(lambda least=3 * number: bench.scheduler.totals.emitted_tokens > least)
-        target.fail_sessions.update(target.sessions)
-        await until(lambda: not target.fail_sessions)
-    assert not task.done()
-    outputs, _ = await task
-    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
-
-
 async def test_what_never_fits_is_refused_in_the_end(make_bench, make_request, assert_idle):
     bench = make_bench(room_wait_s=0.1)
     target = bench.add_target()
@@ -195,38 +131,6 @@ async def test_what_a_target_refuses_is_the_requests_fault(bench, make_request, 
     with pytest.raises(InvalidRequest, match="says no"):
         await bench.generate(make_request())
     assert_idle(bench)
-
-
-async def test_a_draft_that_gives_a_session_up_hands_it_to_another(bench, until, make_request):
-    bench.add_target(step_s=0.002)
-    first = bench.add_draft("first", delay_s=1000.0)
-    second = bench.add_draft("second")
-    generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in range(2)]
-    await until(lambda: first.sessions)
-    ((session_id, session),) = first.sessions.items()
-    fault = SessionFault(kind=FaultKind.REFUSED, message="unknown token")
-    bench.scheduler.take_draft_fault("first", session_id, session.epoch, fault)
-    await until(lambda: session_id in second.sessions)
-    for generation in generations:
-        generation.cancel()
-
-
-async def test_a_session_that_every_draft_gives_up_goes_on_without(bench, expect_output, make_request):
-    bench.add_target(step_s=0.001)
-    opened: list[str] = []
-    for name in ("first", "second"):
-        draft = bench.add_draft(name, delay_s=1000.0)
-
-        def refuse(opening, *, name=name) -> None:
-            opened.append(name)
-            loop = asyncio.get_running_loop()
-            fault = SessionFault(kind=FaultKind.REFUSED, message="unknown token")
-            loop.call_soon(bench.scheduler.take_draft_fault, name, opening.session_id, opening.epoch, fault)
-
-        draft.open_session = refuse
-    outputs, _ = await bench.generate(make_request())
-    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
-    assert sorted(opened) == ["first", "second"]
 
 
 async def test_a_draft_without_room_gets_a_session_once_it_has_places_again(bench, make_request):
@@ -250,22 +154,6 @@ async def test_a_draft_without_room_gets_a_session_once_it_has_places_again(benc
     assert set(session.draft_epochs) == {"draft"}
     second.cancel()
     assert draft.sessions.keys() <= {first.sessions[0].session_id, session.session_id}
-
-
-async def test_a_session_without_a_draft_gets_the_next_free_place(bench, until, make_request):
-    bench.limits.max_sessions = 1
-    bench.add_target("a")
-    bench.add_target("b")
-    draft = bench.add_draft()
-    long = SamplingSpec(max_new_tokens=100_000)
-    first, second = (
-        bench.scheduler.submit(make_request(number, sampling=long), [TextStream(None)]) for number in (1, 2)
-    )
-    await until(lambda: draft.sessions)
-    assert set(draft.sessions) == {first.sessions[0].session_id}
-    first.cancel()
-    assert set(draft.sessions) == {second.sessions[0].session_id}
-    second.cancel()
 
 
 async def test_every_loss_of_the_target_gets_its_whole_wait(make_bench, expect_output, make_request):

@@ -1,7 +1,6 @@
 """The coordinator's server with workers that are fake, over streams that are real."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -10,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.coordinator.fake_workers import FakeTarget, TargetSession
 from tests.coordinator.round_servicer import RoundServicer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.polling import until
 
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
@@ -37,18 +36,6 @@ LOAD = common_pb2.WorkerLoad(sessions=3)
 
 def next_token(length: int) -> int:
     return (length * 5) % VOCABULARY
-
-
-@pytest.fixture
-def model_folder(tmp_path):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
 
 
 class CountingTarget(FakeTarget):
@@ -217,12 +204,6 @@ async def coordinator(model_folder, request):
     await server.start()
     yield server
     await server.stop()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def all_serve(coordinator: CoordinatorServer, count: int) -> bool:

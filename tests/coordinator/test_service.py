@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
+from tests.byte_tokenizer import ALPHABET, byte_tokenizer
 from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
 from outrider.coordinator.api.service import SERVICE, GenerationServicer
@@ -27,6 +27,7 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import OutriderError, Overloaded, WorkerUnavailable
 from outrider.rpc import RoleServer, open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -35,7 +36,7 @@ from outrider.wire import floats_from_bytes
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=20_000, eos_token_ids=[0])
 
 
-TOKENIZER = tokenizer_of_bytes()
+TOKENIZER = TextTokenizer(byte_tokenizer())
 
 
 def result(tokens: int = 2, **choice: Any) -> GenerationResult:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tests.coordinator.fake_workers import FakeTarget
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import FaultKind, SessionOpening
 from outrider.coordinator.sessions.scheduler import Scheduler
@@ -115,7 +116,7 @@ async def serve(scheduler: Scheduler, make_request, number: int, *, tokens: int)
     return sum([len(getattr(event, "token_ids", ())) async for event in generation])
 
 
-async def test_two_coordinators_fill_a_worker_and_never_more(pair, make_request, until):
+async def test_two_coordinators_fill_a_worker_and_never_more(pair, make_request):
     schedulers, _, room = pair
     lone = [asyncio.create_task(serve(schedulers["a"], make_request, number, tokens=60)) for number in range(14)]
     await until(lambda: len(room.held) == PLACES - 1)
@@ -130,7 +131,7 @@ async def test_two_coordinators_fill_a_worker_and_never_more(pair, make_request,
     assert not room.held
 
 
-async def test_what_was_borrowed_goes_back_as_sessions_end(pair, make_request, until):
+async def test_what_was_borrowed_goes_back_as_sessions_end(pair, make_request):
     schedulers, targets, room = pair
 
     async def client(name: str, number: int) -> None:
@@ -151,7 +152,7 @@ async def test_what_was_borrowed_goes_back_as_sessions_end(pair, make_request, u
     await asyncio.gather(*crowd, return_exceptions=True)
 
 
-async def test_a_place_that_another_took_first_is_waited_for(pair, make_request, until):
+async def test_a_place_that_another_took_first_is_waited_for(pair, make_request):
     """Both are promised the same places by one heartbeat."""
     schedulers, targets, room = pair
     tasks = [

@@ -6,11 +6,12 @@ import threading
 from typing import Any
 
 import pytest
-from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
+from tests.byte_tokenizer import byte_tokenizer
 
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.validation import RequestLimits, RequestValidator
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -18,7 +19,7 @@ END = 256
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=257, max_model_len=64, eos_token_ids=[END])
 
 
-VALIDATOR = RequestValidator(MODEL, tokenizer_of_bytes("<end>"), RequestLimits(allow_synthetic=True))
+VALIDATOR = RequestValidator(MODEL, TextTokenizer(byte_tokenizer("<end>")), RequestLimits(allow_synthetic=True))
 
 
 def request_with(structured: dict[str, Any], **sampling: Any) -> generation_pb2.GenerateRequest:
@@ -77,7 +78,9 @@ def test_a_model_that_cannot() -> None:
     request.token_ids.ids.append(1)
     without_tokenizer = RequestValidator(MODEL, None, RequestLimits())
     assert "no tokenizer" in violations(request, without_tokenizer)[field]
-    endless = RequestValidator(common_pb2.ModelInfo(vocab_size=257, max_model_len=64), tokenizer_of_bytes("<end>"))
+    endless = RequestValidator(
+        common_pb2.ModelInfo(vocab_size=257, max_model_len=64), TextTokenizer(byte_tokenizer("<end>"))
+    )
     assert "no end-of-sequence token" in violations(request, endless)[field]
 
 
@@ -97,7 +100,9 @@ async def test_compiling_holds_nobody_up_and_does_not_pile_up(monkeypatch: pytes
             raise Overloaded("as far as this test goes", retry_after_s=1.0)
 
     scheduler: Any = Full()
-    generations = Generations(scheduler, model=MODEL, tokenizer=tokenizer_of_bytes("<end>"), limits=RequestLimits())
+    generations = Generations(
+        scheduler, model=MODEL, tokenizer=TextTokenizer(byte_tokenizer("<end>")), limits=RequestLimits()
+    )
     compiled, begun = threading.Event(), threading.Event()
     real = RequestValidator.check
 

@@ -6,7 +6,8 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.byte_tokenizer import ALPHABET, byte_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
@@ -14,16 +15,10 @@ from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
 def byte_level() -> TextTokenizer:
     """Every byte a token, some merges, one special and one plain added token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: rank for rank, char in enumerate(alphabet)}
     # "Ġ" is a space; "ð" and "Ł" are the first two bytes of many emoji.
     merges = [("a", "b"), ("Ġ", "a"), ("ab", "c"), ("ð", "Ł"), ("c", "ð"), ("Ċ", "Ġ")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    vocab = ALPHABET | {left + right: 256 + rank for rank, (left, right) in enumerate(merges)}
+    tokenizer = byte_tokenizer("<end>", vocab=vocab, merges=merges)
     tokenizer.add_tokens([AddedToken("the tool→", special=False)])
     return TextTokenizer(tokenizer)
 
@@ -131,24 +126,6 @@ def test_unfinished_character_waits() -> None:
     assert stream.push(smile[:-1]).text == ""
     assert stream.flush() == "\ufffd"
     assert stream.flush() == ""
-
-
-def test_stop_string_over_several_tokens_and_pushes() -> None:
-    stream = TextStream(BYTE_LEVEL, stop=["\ndef"])
-    assert stream.push(BYTE_LEVEL.encode("x = 1\nd")).text == "x = 1"
-    assert stream.push(BYTE_LEVEL.encode("e")).text == ""
-    streamed = stream.push(BYTE_LEVEL.encode("f main"))
-    assert (streamed.text, streamed.consumed, streamed.stop_string) == ("", 1, "\ndef")
-    assert stream.stop_string == "\ndef"
-    assert stream.flush() == ""
-
-
-def test_false_start_of_a_stop_string_is_released() -> None:
-    stream = TextStream(BYTE_LEVEL, stop=["aab"])
-    assert [stream.push([token_id]).text for token_id in BYTE_LEVEL.encode("a")] == [""]
-    assert stream.push(BYTE_LEVEL.encode("a")).text == ""
-    assert stream.push(BYTE_LEVEL.encode("a")).text == "a"
-    assert stream.push(BYTE_LEVEL.encode("x")).text == "aax"
 
 
 def test_first_complete_stop_string_wins_and_the_longest_of_those() -> None:

@@ -4,19 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tests.byte_tokenizer import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from outrider.coordinator.sessions.tokenizer import TextTokenizer, read_model_info
 from outrider.errors import CheckpointError
 from outrider.tokenizer_hash import tokenizer_hash
-
-
-def byte_level() -> Tokenizer:
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def checkpoint(folder: Path, config: object, **files: object) -> Path:
@@ -30,8 +23,7 @@ CONFIG = {"vocab_size": 300, "max_position_embeddings": 64, "eos_token_id": 7}
 
 
 def test_load_encode_decode(tmp_path: Path) -> None:
-    original = byte_level()
-    original.add_special_tokens(["<s>"])
+    original = byte_tokenizer("<s>")
     original.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     original.enable_truncation(3)
     original.enable_padding(length=50)
@@ -48,7 +40,7 @@ def test_load_encode_decode(tmp_path: Path) -> None:
 
 
 def test_every_byte_has_a_piece() -> None:
-    tokenizer = TextTokenizer(byte_level())
+    tokenizer = TextTokenizer(byte_tokenizer())
     assert sorted(map(tokenizer.piece, range(256))) == [bytes([byte]) for byte in range(256)]
 
 
@@ -68,7 +60,7 @@ def test_words_without_a_decoder() -> None:
 
 
 def test_longest_token_bounds_the_text_only_where_it_may() -> None:
-    tokenizer = byte_level()
+    tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["0123456789"])
     assert TextTokenizer(tokenizer).longest_token_bytes == 10
     tokenizer.normalizer = normalizers.NFC()
@@ -78,7 +70,7 @@ def test_longest_token_bounds_the_text_only_where_it_may() -> None:
 
 
 def test_unserved_decoder_is_refused() -> None:
-    tokenizer = byte_level()
+    tokenizer = byte_tokenizer()
     tokenizer.decoder = decoders.CTC()
     with pytest.raises(CheckpointError, match="CTC"):
         TextTokenizer(tokenizer)
@@ -97,7 +89,7 @@ def test_model_info(tmp_path: Path) -> None:
     info = read_model_info(folder)
     assert (info.name, info.vocab_size, info.max_model_len) == (tmp_path.name, 300, 64)
     assert (list(info.eos_token_ids), info.tokenizer_hash, info.dtype) == ([7], "", "")
-    byte_level().save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     assert read_model_info(folder).tokenizer_hash == tokenizer_hash(folder)
     assert read_model_info(folder, max_model_len=32).max_model_len == 32
     with pytest.raises(CheckpointError, match="65 given, the model ends at 64"):

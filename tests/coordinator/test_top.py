@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.polling import until
 
 from outrider import cli
 from outrider.coordinator.commands.top import watch
@@ -168,12 +169,6 @@ class Frames:
 
     def __exit__(self, *error: object) -> None:
         pass
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_it_survives_a_coordinators_restart():

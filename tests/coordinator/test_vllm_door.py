@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
+from tests.byte_tokenizer import byte_tokenizer
 from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
 from outrider.coordinator.api.access import Access
@@ -25,6 +25,7 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InvalidRequest, OutriderError, WorkerUnavailable
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 
@@ -48,7 +49,7 @@ class Script(ScriptedScheduler):
         self.events: Sequence[GenerationEvent | OutriderError | None] = ()
 
 
-TOKENIZER = tokenizer_of_bytes()
+TOKENIZER = TextTokenizer(byte_tokenizer())
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import grpc.aio
 import pytest
 from tests.coordinator.streams import LinkToStream, Stream, settle
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import (
     FaultKind,
@@ -337,7 +338,7 @@ class FullDraft(draft_pb2_grpc.DraftServiceServicer):
         await asyncio.Event().wait()
 
 
-async def test_a_drafts_error_says_what_it_calls_for(until):
+async def test_a_drafts_error_says_what_it_calls_for():
     server, faults = grpc.aio.server(), list[tuple[int, int, SessionFault]]()
     draft_pb2_grpc.add_DraftServiceServicer_to_server(FullDraft(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -391,7 +392,7 @@ class WaitingDraft(draft_pb2_grpc.DraftServiceServicer):
             self.has_ended.set()
 
 
-async def test_the_stream_ends_with_its_link_also_where_a_write_has_failed(until):
+async def test_the_stream_ends_with_its_link_also_where_a_write_has_failed():
     draft, server, lost = WaitingDraft(), grpc.aio.server(), list[str]()
     draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
     port = server.add_insecure_port("127.0.0.1:0")

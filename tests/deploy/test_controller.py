@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import ray.exceptions
+from tests.polling import until
 
 from outrider.deploy import controller as controller_module
 from outrider.deploy import crew as crew_module
@@ -115,12 +116,6 @@ async def die(controller: Controller) -> None:
 
 def names(controller: Controller, role: Role) -> list[str]:
     return [handle.name for handle in controller._crew.of(role)]
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_controller_whose_machine_has_died_finds_the_others_and_waits_for_a_place(cluster: SimpleNamespace):

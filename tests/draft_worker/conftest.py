@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tests.draft_worker.settling import settle
 from tests.draft_worker.table_model import VOCAB
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.tiny_llama import write_llama
 
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig
@@ -38,19 +37,5 @@ def ngram() -> Iterator[NgramDrafter]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    write_llama(folder, vocab_size=96, max_position_embeddings=256, bos_token_id=0, eos_token_id=1)
     return folder

@@ -3,60 +3,24 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
+from tests.registering import Registry
 
 from outrider import rpc
 from outrider.draft_worker.server import DraftWorkerConfig, serve
 from outrider.errors import CheckpointError, WorkerRefused
 from outrider.sampling import SamplingSpec
-from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, registry_pb2, registry_pb2_grpc
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, registry_pb2
 from outrider.wire import tokens_to_bytes
-
-
-class Registry(registry_pb2_grpc.RegistryServiceServicer):
-    """Takes one worker in, or refuses it."""
-
-    def __init__(self, *, refusal: str = "") -> None:
-        self._refusal = refusal
-        self.introduced: asyncio.Future[registry_pb2.WorkerIntroduction] = asyncio.get_running_loop().create_future()
-        self.reported: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.calibrated: asyncio.Future[common_pb2.CalibrationReport] = asyncio.get_running_loop().create_future()
-
-    async def Register(  # noqa: N802
-        self, request_iterator: AsyncIterator[registry_pb2.WorkerReport], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[registry_pb2.Lease]:
-        async for report in request_iterator:
-            if report.draining:
-                return
-            if self._refusal:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._refusal)
-            if report.WhichOneof("report") == "introduction":
-                self.introduced.set_result(report.introduction)
-                yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10, lease_ms=1000)
-            elif not self.reported.done():
-                self.reported.set_result(report.load.slots_total)
-            if report.load.calibration.rules and not self.calibrated.done():
-                self.calibrated.set_result(report.load.calibration)
-
-
-async def start_coordinator(registry: Registry) -> rpc.RoleServer:
-    coordinator = rpc.RoleServer(
-        services=["outrider.v1.RegistryService"],
-        add_services=lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server),
-        address="127.0.0.1:0",
-    )
-    await coordinator.start()
-    return coordinator
 
 
 async def test_serves_registers_grows_and_stops(checkpoint: Path):
     registry = Registry()
-    coordinator = await start_coordinator(registry)
+    coordinator = await registry.serve()
     config = DraftWorkerConfig(
         model_path=checkpoint, coordinators=(coordinator.address,), num_slots=128, max_num_seqs=4, max_live_nodes=30
     )
@@ -116,7 +80,7 @@ async def test_cancelling_it_leaves_nothing_behind(checkpoint: Path):
 
 
 async def test_a_refusal_ends_it_with_the_reason(checkpoint: Path):
-    coordinator = await start_coordinator(Registry(refusal="another tokenizer"))
+    coordinator = await Registry(refusal="another tokenizer").serve()
     config = DraftWorkerConfig(model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64)
     async with asyncio.timeout(100):
         with pytest.raises(WorkerRefused, match="another tokenizer"):

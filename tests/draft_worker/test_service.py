@@ -221,16 +221,6 @@ async def test_a_newer_epoch_takes_the_session_over_and_the_ghost_is_refused(wor
         assert not current.errors
 
 
-async def test_sync_rounds_are_one_whole_message(worker: Worker):
-    async with worker.stream() as stream:
-        await stream.send(opens=[opening(1, mode=SYNC)])
-        await stream.take()
-        assert stream.growths == [(1, 1, 3, 12, True)]
-        await stream.commit(1, 1, 3, [5])
-        await stream.take()
-        assert stream.growths[1] == (1, 1, 4, 12, True)
-
-
 async def test_a_live_tree_is_sent_again(worker: Worker):
     async with worker.stream() as stream:
         await stream.send(opens=[opening(1, epoch=2), opening(2)])

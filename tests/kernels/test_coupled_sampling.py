@@ -448,13 +448,3 @@ def test_cuda_same_bits_run_to_run_and_wherever_a_row_stands(cuda: torch.device)
     part = coupled_topk_scored(**{name: column[order] for name, column in columns.items()}, k=5)
     assert all(torch.equal(whole[order], taken) for whole, taken in zip(first, part, strict=True))
     assert torch.equal(coupled_choice(**columns), first[0][:, 0].clamp(min=0))
-
-
-@pytest.mark.parametrize("filtered", [False, True])
-def test_cuda_full_vocabulary_equals_the_reference(filtered: bool, cuda: torch.device) -> None:
-    columns = _columns(torch.randn(16, 128_256) * 3)
-    if filtered:
-        columns["top_k"] = torch.tensor([0, 50, 5000, 0] * 4)
-        columns["top_p"] = torch.tensor([0.9, 0.95, 1.0, 1.0] * 4)
-        columns["min_p"] = torch.tensor([0.0, 0.0, 0.01, 0.05] * 4)
-    _check_triton(columns, cuda, 8)

@@ -8,26 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from outrider.kernels import backend, early_launch
+from outrider.kernels import backend
 from outrider.kernels.backend import jit, tl, triton
-from outrider.kernels.early_launch import early_options
 from outrider.kernels.gated_activation import gated_activation
+from outrider.kernels.paired_norm import paired_norm
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
-
-
-@pytest.mark.parametrize(("capability", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_launches_begin_early_from_hopper_on(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], early: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert early_launch.launches_early.__wrapped__(torch.device("cuda:0")) is early
-    assert not early_launch.launches_early.__wrapped__(torch.device("cpu"))
-
-
-def test_kernels_of_a_cpu_are_launched_in_order() -> None:
-    assert early_options(torch.device("cpu")) == {"EARLY": False}
 
 
 @jit
@@ -94,19 +81,23 @@ def _operators() -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], objec
     def attend(window: int) -> Callable[[torch.Tensor], object]:
         return lambda query: tree_attention(query, caches[0], caches[1], batch, scale=0.1, sliding_window=window)
 
+    def pair(hidden: torch.Tensor) -> object:
+        return paired_norm(hidden, slots % _ROWS, rows, table_weight=weight, hidden_weight=weight, eps=1e-5)
+
     return {
         "rotary_store": (rows, store),
         "gated_activation": (rows, lambda gate_up: gated_activation(gate_up, activation="silu")),
         "tree_attention": (query, attend(0)),
         "tree_attention, window": (query, attend(700)),
         "residual_norm": (rows, lambda hidden: residual_norm(hidden, None, weight, eps=1e-5)),
+        "paired_norm": (rows, pair),
     }
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["rotary_store", "gated_activation", "tree_attention", "tree_attention, window",
-                                  "residual_norm"])  # fmt: skip
+                                  "residual_norm", "paired_norm"])  # fmt: skip
 def test_a_launch_waits_for_a_slow_one_before_it(name: str) -> None:
     source, operator = _operators()[name]
     expected = operator(source)

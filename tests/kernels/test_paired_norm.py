@@ -79,22 +79,3 @@ def test_its_bits_are_those_of_single_norms(columns: int, cuda: torch.device) ->
               residual_norm(given["hidden"], None, given["hidden_weight"], eps=1e-5)]  # fmt: skip
     assert torch.equal(pair, torch.cat(halves, 1))
     assert torch.equal(stream, given["hidden"])
-
-
-def test_a_chain_of_launches_replays_from_a_graph(cuda: torch.device) -> None:
-    given: dict[str, Any] = {name: each.cuda() for name, each in _given(3, 4096, torch.bfloat16).items()}
-
-    def chain() -> torch.Tensor:
-        arguments = dict(given)
-        for _ in range(30):
-            # Each takes what the one before returned: a launch that ran ahead would be seen.
-            arguments["hidden"] = paired_norm(**arguments, eps=1e-5)[1][:, 4096:]
-        return arguments["hidden"]
-
-    expected = chain().clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = chain()
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(replayed, expected)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.attention_batches import on
 from tests.kernels.tensors import recorded
 
 from outrider.kernels import tree_attention_launch
@@ -86,14 +87,6 @@ def _brute_force(
     return out
 
 
-def _moved(batch: TreeAttentionBatch, device: torch.device) -> TreeAttentionBatch:
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.init}
-    return replace(
-        batch,
-        **{name: column.to(device) for name, column in columns.items() if isinstance(column, torch.Tensor)},
-    )
-
-
 def _agree(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], batch: TreeAttentionBatch, device: torch.device,
     *, rtol: float = 1e-4, atol: float = 1e-5, **options: Any,
@@ -101,7 +94,7 @@ def _agree(
     """Hold the kernel on a device to the reference on the CPU."""
     expected = tree_attention_reference(*tensors, batch, **options)
     query, key, value = (tensor.to(device) for tensor in tensors)
-    out = tree_attention(query, key, value, _moved(batch, device), **options)
+    out = tree_attention(query, key, value, on(device, batch), **options)
     torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=rtol, atol=atol)
 
 
@@ -137,32 +130,9 @@ def test_triton_takes_strides(triton_device: torch.device) -> None:
     strided = query.to(triton_device).transpose(0, 1).contiguous().transpose(0, 1)
     caches = torch.stack([key, value], dim=-1).to(triton_device)
     table = torch.stack([batch.slot_table] * 2, dim=-1)[..., 0]
-    moved = _moved(replace(batch, slot_table=table), triton_device)
+    moved = on(triton_device, replace(batch, slot_table=table))
     out = tree_attention(strided, caches[..., 0], caches[..., 1], moved, scale=0.25)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("splits", [None, 64])
-def test_cuda_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype, splits: int | None, cuda: torch.device) -> None:
-    batch = _batch(split_keys=splits)
-    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    tensors = _tensors(batch, 8, 2, head_dim, dtype)
-    _agree(tensors, batch, cuda, rtol=tolerance, atol=tolerance, scale=head_dim**-0.5)
-
-
-def test_cuda_launches_replay_from_a_graph(cuda: torch.device) -> None:
-    batch = _moved(_batch(split_keys=64), cuda)
-    query, key, value = (tensor.to(cuda) for tensor in _tensors(batch, 8, 2, 64))
-    tree_attention(query, key, value, batch, scale=0.125)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = tree_attention(query, key, value, batch, scale=0.125)
-    query.normal_()
-    batch.tree_mask[:5, 0] = 1
-    graph.replay()
-    torch.testing.assert_close(out, tree_attention(query, key, value, batch, scale=0.125))
 
 
 def test_masks_spelled_out_by_values() -> None:
@@ -237,7 +207,7 @@ def test_caches_without_slots_are_zeros(triton_device: torch.device) -> None:
     query, key, value = _tensors(batch, 3, 1, 16)
     assert (tree_attention_reference(query, key[:0], value[:0], batch, scale=0.3) == 0).all()
     query, key, value = (tensor.to(triton_device) for tensor in (query, key, value))
-    assert (tree_attention(query, key[:0], value[:0], _moved(batch, triton_device), scale=0.3) == 0).all()
+    assert (tree_attention(query, key[:0], value[:0], on(triton_device, batch), scale=0.3) == 0).all()
 
 
 def test_half_precision_comes_back_in_its_dtype() -> None:
@@ -303,7 +273,7 @@ def test_recorded_attention(triton_device: torch.device) -> None:
             tree_attention_reference(query, caches[0], caches[1], batch, scale=case["sm_scale"]), expected
         )
         moved = [tensor.to(triton_device) for tensor in (query, *caches)]
-        out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=case["sm_scale"])
+        out = tree_attention(moved[0], moved[1], moved[2], on(triton_device, batch), scale=case["sm_scale"])
         torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -322,7 +292,7 @@ def test_recorded_masks(triton_device: torch.device) -> None:
         value[batch.slot_table[session, :keys].long()] = 2.0 ** torch.arange(keys)[:, None, None]
     key, query = torch.zeros(21, 1, 16), torch.zeros(batch.prefix_len.shape[0], 1, 16)
     moved = [tensor.to(triton_device) for tensor in (query, key, value)]
-    out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=1.0)[:, 0, 0].tolist()
+    out = tree_attention(moved[0], moved[1], moved[2], on(triton_device, batch), scale=1.0)[:, 0, 0].tolist()
     rows = [row for request in requests for row in request["dense_rows"]]
     assert [
         f"{round(mean * row.count('1')):b}"[::-1].ljust(len(row), "0") for mean, row in zip(out, rows, strict=True)
@@ -341,7 +311,7 @@ def test_eight_bit_caches(triton_device: torch.device, dtype: torch.dtype) -> No
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
     moved = [tensor.to(triton_device) for tensor in (query, *caches)]
     out = tree_attention(
-        moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=0.3, key_scale=1.5, value_scale=0.25
+        moved[0], moved[1], moved[2], on(triton_device, batch), scale=0.3, key_scale=1.5, value_scale=0.25
     )
     torch.testing.assert_close(out.cpu(), expected, rtol=3e-3, atol=3e-3)
 
@@ -368,7 +338,7 @@ def test_nothing_outside_the_slots_is_read(triton_device: torch.device, stray: b
     expected = tree_attention_reference(query, key, value, batch, scale=0.3, sliding_window=window)
     poisoned = [torch.full_like(cache, float("nan")).index_copy_(0, used, cache[used]) for cache in (key, value)]
     moved = [tensor.to(triton_device) for tensor in (query, *poisoned)]
-    moved_batch = _moved(batch, triton_device)
+    moved_batch = on(triton_device, batch)
     out = tree_attention(moved[0], moved[1], moved[2], moved_batch, scale=0.3, sliding_window=window)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
@@ -403,7 +373,7 @@ def test_sessions_that_overlap_are_merged_from_what_was_computed(
 
     tensors = torch.randn(rows, 8, 16), torch.randn(keys, 1, 16), torch.randn(keys, 1, 16)
     query, key, value = (tensor.to(triton_device) for tensor in tensors)
-    moved = _moved(batch, triton_device)
+    moved = on(triton_device, batch)
     monkeypatch.setattr(torch, "empty", poisoned)
     assert tree_attention(query, key, value, moved, scale=0.3).isfinite().all()
 
@@ -424,7 +394,7 @@ def test_paths_change_no_result(triton_device: torch.device, window: int, softca
     tensors = _tensors(batch, 3, 1, 16)
     expected = tree_attention_reference(*tensors, batch, scale=0.3, sliding_window=window, softcap=softcap)
     query, key, value = (tensor.to(triton_device) for tensor in tensors)
-    moved = _with_paths(_moved(batch, triton_device))
+    moved = _with_paths(on(triton_device, batch))
     out = tree_attention(query, key, value, moved, scale=0.3, sliding_window=window, softcap=softcap)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
@@ -453,7 +423,7 @@ def test_a_path_gives_the_bits_of_its_tokens_alone(
     query, key, value = (tensor.to(triton_device, dtype) for tensor in _tensors(batch, 2, 1, 16))
 
     def attend(query: torch.Tensor, batch: TreeAttentionBatch) -> torch.Tensor:
-        moved = _with_paths(_moved(batch, triton_device))
+        moved = _with_paths(on(triton_device, batch))
         return tree_attention(query, key, value, moved, scale=0.7, sliding_window=window)[: len(query)]
 
     together = attend(query, batch)
@@ -500,7 +470,7 @@ def test_trees_of_256_nodes(triton_device: torch.device, split_keys: int | None)
     query, key = torch.zeros(256, 1, 256), torch.zeros(300, 1, 256)
     half = torch.float32 if triton_device.type == "cpu" else torch.bfloat16
     moved = [tensor.to(triton_device, half) for tensor in (query, key, value)]
-    out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=1.0)
+    out = tree_attention(moved[0], moved[1], moved[2], on(triton_device, batch), scale=1.0)
     seen = (out[:, 0].cpu() > 0.001).long()
     spelled = [sum(1 << node for node in row.nonzero().flatten().tolist()) for row in seen]
     assert spelled == _ancestor_bits(parents)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.attention_batches import Session, make_batch, on
 
 from outrider.kernels import backend
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
@@ -22,47 +23,11 @@ _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _Sessions = list[tuple[int, int, bool]]
 
 
-def _masks(rows: int, words: int, *, tree: bool) -> list[list[int]]:
-    masks: list[int] = []
-    for row in range(rows):
-        parent = int(torch.randint(max(0, row - 9), row, (1,))) if row else -1
-        masks.append((1 << row) | (masks[parent] if row else 0))
-    full = 2**64
-    signed = [[(mask >> (64 * word)) % full for word in range(words)] for mask in masks]
-    return [[(word - full if word >= full // 2 else word) if tree else 0 for word in row] for row in signed]
-
-
 def _batch(sessions: _Sessions, free_rows: int = 0, **changes: Any) -> tuple[TreeAttentionBatch, int]:
-    """The sessions' batch on the GPU, keys in slots of random order, and the number of slots."""
-    key_len = [prefix + rows for rows, prefix, _ in sessions]
-    counts = [rows for rows, _, _ in sessions]
-    num_slots = sum(key_len) + 50
-    order = torch.randperm(num_slots).int()
-    table = torch.full((len(sessions), max(key_len)), num_slots, dtype=torch.int32)
-    begins = torch.tensor([0, *key_len]).cumsum(0).tolist()
-    for session, count in enumerate(key_len):
-        table[session, :count] = order[begins[session] : begins[session] + count]
-    words = max((rows + 63) // 64 for rows in counts)
-    prefix_len, positions, masks = [], [], []
-    slot_positions = torch.zeros(num_slots, dtype=torch.int32)
-    for session, (rows, prefix, tree) in enumerate(sessions):
-        prefix_len += [prefix + (0 if tree else row + 1) for row in range(rows)]
-        positions += [prefix + (row // 3 if tree else row) for row in range(rows)]
-        masks += _masks(rows, words, tree=tree)
-        slot_positions[table[session, :prefix].long()] = torch.arange(prefix).int()
-        slot_positions[table[session, prefix : prefix + rows].long()] = torch.tensor(positions[-rows:]).int()
-    columns: dict[str, Any] = {
-        "slot_table": table,
-        "query_start": torch.tensor([0, *counts]).cumsum(0).int(),
-        "tree_start": torch.tensor([prefix for _, prefix, _ in sessions]).int(),
-        "prefix_len": torch.tensor(prefix_len + [0] * free_rows).int(),
-        "key_len": torch.tensor(key_len).int(),
-        "tree_mask": torch.tensor(masks + [[-1] * words] * free_rows),
-        "positions": torch.tensor(positions + [0] * free_rows).int(),
-        "slot_positions": slot_positions,
-    }
-    moved = {name: tensor.cuda() for name, tensor in columns.items()}
-    return TreeAttentionBatch(**moved, max_query_len=max(counts), max_key_len=max(key_len), **changes), num_slots
+    """The sessions' batch on the GPU, and the number of slots."""
+    made = [Session(prefix, nodes=rows) if tree else Session(prefix, rows=rows) for rows, prefix, tree in sessions]
+    num_slots = sum(rows + prefix for rows, prefix, _ in sessions) + 50
+    return on("cuda", make_batch(made, num_slots=num_slots, free_rows=free_rows, **changes)), num_slots
 
 
 def _tensors(
@@ -176,7 +141,7 @@ def test_strays_and_poison(nodes: int) -> None:
     tensors = _tensors(3 * nodes, num_slots, (32, 8), 128, torch.bfloat16)
     used = torch.zeros(num_slots, dtype=torch.bool, device="cuda")
     table = batch.slot_table
-    used[table[table < num_slots].long()] = True
+    used[table[(table >= 0) & (table < num_slots)].long()] = True
     for cache in tensors[1:]:
         cache[~used] = float("nan")
     clean = _agree(batch, tensors)

@@ -3,86 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.attention_batches import Session, make_batch, on
 
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 from outrider.kernels.tree_attention_flashinfer import tree_attention_flashinfer
 from outrider.kernels.tree_attention_split import split_keys
 
-
-@dataclass(frozen=True)
-class Session:
-    """`committed` keys in the prefix, then a tree of `nodes` or, at 0 nodes, a chunk of `rows` prefill rows."""
-
-    committed: int
-    nodes: int = 0
-    rows: int = 0
-
-
 MIXED = (Session(40, nodes=9), Session(0, rows=7), Session(33, rows=1), Session(20), Session(64, nodes=70))
 _FREE_ROWS = 2
 
 
-def make_batch(sessions: tuple[Session, ...] = MIXED, *, num_slots: int = 400, **changes: Any) -> TreeAttentionBatch:
-    """Slots in random order; a row that sees nothing, rows of no session and slots out of range are among them."""
-    key_len = [session.committed + (session.nodes or session.rows) for session in sessions]
-    query_len = [session.nodes or session.rows for session in sessions]
-    words = max(1, -(-max(session.nodes for session in sessions) // 64))
-    order, table = torch.randperm(num_slots).int(), torch.full((len(sessions), max(key_len) + 3), -1).int()
-    slot_positions = torch.zeros(num_slots, dtype=torch.int32)
-    prefix_len, positions, masks, taken = [], [], [], 0
-    for number, (session, keys) in enumerate(zip(sessions, key_len, strict=True)):
-        table[number, :keys] = order[taken : taken + keys]
-        taken += keys
-        at = list(range(session.committed))
-        if session.nodes:
-            bits, depths = _tree(session.nodes)
-            at += [session.committed + depth for depth in depths]
-            masks += [[(row >> (64 * word)) & (2**64 - 1) for word in range(words)] for row in bits]
-            prefix_len += [session.committed] * session.nodes
-        else:
-            at += range(session.committed, keys)
-            masks += [[0] * words] * session.rows
-            prefix_len += range(session.committed + 1, keys + 1)
-        positions += at[session.committed :]
-        slot_positions[table[number, :keys].long()] = torch.tensor(at, dtype=torch.int32)
-    assert taken <= num_slots
-    table[0, 2], table[1, 1] = -5, num_slots
-    prefix_len[sum(query_len) - 2], masks[-2] = 0, [0] * words
-    signed = [[word - 2**64 if word >= 2**63 else word for word in row] for row in masks]
-    columns: dict[str, Any] = {
-        "slot_table": table,
-        "query_start": torch.tensor([0, *query_len]).cumsum(0).int(),
-        "tree_start": torch.tensor([session.committed for session in sessions]).int(),
-        "prefix_len": torch.tensor([*prefix_len, *[5] * _FREE_ROWS]).int(),
-        "key_len": torch.tensor(key_len).int(),
-        "tree_mask": torch.tensor([*signed, *[[-1] * words] * _FREE_ROWS]),
-        "max_query_len": max(query_len),
-        "max_key_len": max(key_len),
-        "positions": torch.tensor([*positions, *[0] * _FREE_ROWS]).int(),
-        "slot_positions": slot_positions,
-    }
-    return TreeAttentionBatch(**{**columns, **changes})
-
-
-def _tree(nodes: int) -> tuple[list[int], list[int]]:
-    """Ancestor bits (self included) and depths of a random tree whose first node is the root."""
-    bits, depths = [1], [0]
-    for node in range(1, nodes):
-        parent = int(torch.randint(max(0, node - 6), node, ()))
-        bits.append(bits[parent] | 1 << node)
-        depths.append(depths[parent] + 1)
-    return bits, depths
-
-
-def on(device: str, batch: TreeAttentionBatch) -> TreeAttentionBatch:
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.init}
-    moved = {name: column.to(device) for name, column in columns.items() if isinstance(column, torch.Tensor)}
-    return replace(batch, **moved)
+def batch_of(sessions: tuple[Session, ...] = MIXED, *, num_slots: int = 400) -> TreeAttentionBatch:
+    """A batch with a row that sees nothing, rows of no session and slots out of range."""
+    batch = make_batch(sessions, num_slots=num_slots, free_rows=_FREE_ROWS)
+    batch.slot_table[0, 2], batch.slot_table[1, 1] = -5, num_slots
+    last = int(batch.query_start[-1])
+    batch.prefix_len[last - 2] = 0
+    batch.tree_mask[last - 2] = 0
+    return batch
 
 
 def tensors(
@@ -99,7 +42,7 @@ def tensors(
     "sessions", [MIXED, (Session(9, rows=1), Session(3, rows=1)), (Session(0, rows=6), Session(0, rows=2))]
 )
 def test_split_keys_hold_every_key_that_a_row_sees_once(sessions: tuple[Session, ...], window: int) -> None:
-    batch = make_batch(sessions)
+    batch = batch_of(sessions)
     keys = split_keys(batch, num_slots=400, sliding_window=window)
     query_start, shared_start, masked_start = (
         column.tolist() for column in (keys.query_start, keys.shared_start, keys.masked_start)
@@ -122,7 +65,7 @@ def test_split_keys_hold_every_key_that_a_row_sees_once(sessions: tuple[Session,
 
 
 def test_split_keys_leave_a_long_prefix_to_the_pass_without_a_mask() -> None:
-    batch = make_batch((Session(200, nodes=8), Session(100, rows=16)))
+    batch = batch_of((Session(200, nodes=8), Session(100, rows=16)))
     batch.prefix_len[22] = 115  # the row that saw nothing
     keys = split_keys(batch, num_slots=400, sliding_window=0)
     # Of either session one slot is out of range; the chunk's first row sees its own key.
@@ -131,7 +74,7 @@ def test_split_keys_leave_a_long_prefix_to_the_pass_without_a_mask() -> None:
 
 
 def test_split_keys_take_batches_without_mask_words() -> None:
-    batch = make_batch((Session(9, rows=3), Session(3, rows=1)))
+    batch = batch_of((Session(9, rows=3), Session(3, rows=1)))
     without = split_keys(replace(batch, tree_mask=batch.tree_mask[:, :0]), num_slots=400, sliding_window=0)
     assert torch.equal(without.mask, split_keys(batch, num_slots=400, sliding_window=0).mask)
 
@@ -145,13 +88,13 @@ def test_split_keys_take_batches_without_mask_words() -> None:
     ],
 )
 def test_what_flashinfer_does_not_take_is_named(head_dim: int, dtype: torch.dtype, message: str) -> None:
-    batch = make_batch()
+    batch = batch_of()
     with pytest.raises(ValueError, match=message):
         tree_attention_flashinfer(*tensors(batch, 4, 2, head_dim, dtype), batch, scale=1.0)
 
 
 def test_wrong_shapes_are_named() -> None:
-    batch = make_batch()
+    batch = batch_of()
     query, key, value = tensors(batch, 4, 2, 64, torch.bfloat16)
     with pytest.raises(ValueError, match=r"value_cache: shape \[400, 1, 64\] given, \[400, 2, 64\] needed"):
         tree_attention_flashinfer(query, key, value[:, :1], batch, scale=1.0)
@@ -168,18 +111,6 @@ WIDE = (Session(31, nodes=200), Session(1000, nodes=64), Session(5, nodes=1), Se
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 3.0)])
-def test_the_reference_gives_the_same_on_cuda(window: int, softcap: float) -> None:
-    _needs_cuda()
-    batch = make_batch()
-    inputs = tensors(batch, 4, 2, 32)
-    options: dict[str, Any] = {"scale": 0.3, "sliding_window": window, "softcap": softcap}
-    query, key, value = (tensor.cuda() for tensor in inputs)
-    out = tree_attention_reference(query, key, value, on("cuda", batch), **options)
-    torch.testing.assert_close(out.cpu(), tree_attention_reference(*inputs, batch, **options), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # FlashInfer compiles its kernels at their first use
 @pytest.mark.parametrize(
@@ -188,7 +119,7 @@ def test_the_reference_gives_the_same_on_cuda(window: int, softcap: float) -> No
 def test_triton_flashinfer_and_reference_agree(head_dim: int, dtype: torch.dtype, softcap: float) -> None:
     _needs_flashinfer()
     for sessions in (MIXED, LONG, WIDE, (Session(3, rows=1), Session(9, rows=1)), (Session(0, rows=3),) * 2):
-        batch = on("cuda", make_batch(sessions, num_slots=6000))
+        batch = on("cuda", batch_of(sessions, num_slots=6000))
         for heads, heads_kv in ((8, 2), (6, 1), (4, 4)):
             query, key, value = (tensor.cuda() for tensor in tensors(batch, heads, heads_kv, head_dim, dtype))
             for window in (0, 37):
@@ -205,7 +136,7 @@ def test_triton_flashinfer_and_reference_agree(head_dim: int, dtype: torch.dtype
 @pytest.mark.timeout(900)
 def test_flashinfer_plans_once_a_batch_and_anew_for_the_next() -> None:
     _needs_flashinfer()
-    first, second = (on("cuda", make_batch(sessions, num_slots=6000)) for sessions in (LONG, WIDE))
+    first, second = (on("cuda", batch_of(sessions, num_slots=6000)) for sessions in (LONG, WIDE))
     for batch in (first, first, second, first):
         # A layer after the other: other tensors, the same plan.
         query, key, value = (tensor.cuda() for tensor in tensors(batch, 8, 2, 128, torch.bfloat16))

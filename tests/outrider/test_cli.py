@@ -14,7 +14,7 @@ import grpc
 import pytest
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.byte_tokenizer import byte_tokenizer
 from typer.testing import CliRunner
 
 from outrider import cli
@@ -122,10 +122,7 @@ def test_a_command_alone_is_the_one_among_all() -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """What a coordinator needs of one: no weights."""
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, "max_position_embeddings": 64}))
     return tmp_path
 

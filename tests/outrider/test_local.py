@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.byte_tokenizer import byte_tokenizer
+from tests.polling import is_running, wait_until
+from tests.tiny_llama import write_llama
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
@@ -23,25 +22,8 @@ from outrider.local import LocalService
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama over bytes."""
     folder = tmp_path_factory.mktemp("tiny")
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    write_llama(folder, vocab_size=256, max_position_embeddings=128, bos_token_id=0, eos_token_id=1)
     return folder
 
 
@@ -108,16 +90,4 @@ def test_children_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while is_running(child):
-        assert time.monotonic() < deadline, "the coordinator outlived its parent"
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        # An orphan that nobody reaps stays a zombie.
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not is_running(child))

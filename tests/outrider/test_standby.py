@@ -5,11 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.polling import is_running, wait_until
 
 from outrider import standby_start
 from outrider.standby_start import LENGTH, can_be_forked
@@ -103,20 +103,6 @@ def pid_of(worker: subprocess.Popen[str]) -> int:
     return int(worker.stdout.readline().split()[0])
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def catches(pid: int, number: signal.Signals) -> bool:
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
@@ -140,7 +126,7 @@ def test_signals_reach_the_worker_and_its_end_ends_whoever_started_it(node: Node
     pid_of(told)
     worker_pid = pid_of(killed)
     # The worker may speak before whoever started it has heard of it, and passes on what it is told.
-    until(lambda: catches(told.pid, signal.SIGTERM))
+    wait_until(lambda: catches(told.pid, signal.SIGTERM))
     told.send_signal(signal.SIGTERM)
     assert told.wait(DEADLINE_S) == 128 + signal.SIGTERM
     os.kill(worker_pid, signal.SIGKILL)
@@ -160,7 +146,7 @@ def test_a_worker_goes_with_whoever_started_it(node: Node):
     worker = node.worker("sleep")
     pid = pid_of(worker)
     worker.kill()
-    until(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid))
     assert is_running(node.stand_by.pid)
 
 
@@ -170,7 +156,7 @@ def test_all_go_with_the_node(node: Node):
     node.process.kill()
     node.process.wait()
     assert node.stand_by.wait(DEADLINE_S) == 0
-    until(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid))
     assert worker.wait(DEADLINE_S) == 128 + signal.SIGKILL
     assert not node.path.exists()
 
@@ -180,7 +166,7 @@ def test_a_worker_goes_with_a_stand_by_that_is_killed(node: Node):
     pid = pid_of(worker)
     node.stand_by.kill()
     assert worker.wait(DEADLINE_S) == 1
-    until(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(pid))
 
 
 def test_without_workers_it_ends(tmp_path: Path):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.polling import until
 from tests.target_worker.rounds.driving import (
     PROMPT,
     FixedTimes,
@@ -87,12 +88,6 @@ class Service:
 
     async def until_empty(self) -> None:
         await until(lambda: not self.thread.load.sessions and not self.thread.load.slots_used)
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():
-            await asyncio.sleep(0.002)
 
 
 class Coordinator:

@@ -6,50 +6,23 @@ import logging
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.registering import Registry
+from tests.tiny_llama import write_llama
 
 from outrider import rpc
 from outrider.errors import CheckpointError, WorkerUnavailable
 from outrider.target_worker.server import TargetWorkerConfig, serve
-from outrider.v1 import registry_pb2, registry_pb2_grpc
-
-
-class OneLease(registry_pb2_grpc.RegistryServiceServicer):
-    """Takes one worker in."""
-
-    def __init__(self) -> None:
-        self.introduced: asyncio.Future[registry_pb2.WorkerIntroduction] = asyncio.get_running_loop().create_future()
-        self.reported: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    async def Register(  # noqa: N802
-        self, request_iterator: AsyncIterator[registry_pb2.WorkerReport], _context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[registry_pb2.Lease]:
-        async for report in request_iterator:
-            if report.draining:
-                return
-            if report.WhichOneof("report") == "introduction":
-                self.introduced.set_result(report.introduction)
-                yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10, lease_ms=1000)
-            elif not self.reported.done():
-                self.reported.set_result(report.load.slots_total)
+from outrider.v1 import registry_pb2
 
 
 async def test_serves_registers_and_stops(checkpoint: Path) -> None:
-    registry = OneLease()
-    coordinator = rpc.RoleServer(
-        services=["outrider.v1.RegistryService"],
-        add_services=lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server),
-        address="127.0.0.1:0",
-    )
-    await coordinator.start()
+    registry = Registry()
+    coordinator = await registry.serve()
     config = TargetWorkerConfig(
         model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64, max_num_seqs=4, max_step_tokens=32
     )
@@ -77,15 +50,7 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
 
 async def test_a_lost_rank_ends_a_worker_that_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    model = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=96,
-    )
-    LlamaForCausalLM(model).save_pretrained(tmp_path)
+    write_llama(tmp_path, num_key_value_heads=2)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config = TargetWorkerConfig(model_path=tmp_path, num_slots=64, tensor_parallel_size=2)
     serving = asyncio.create_task(serve(config, ready=ready.set_result))

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from tests.polling import until
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import (
@@ -18,7 +19,7 @@ from tests.target_worker.rounds.driving import (
     oracle_tree,
     random_tree,
 )
-from tests.target_worker.serving import LEFT, RESENT, SAMPLED, TAKEN, Coordinator, Service, until
+from tests.target_worker.serving import LEFT, RESENT, SAMPLED, TAKEN, Coordinator, Service
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.program import RoundProgram
@@ -264,108 +265,3 @@ async def test_sessions_of_a_stream_that_is_not_read_rest_until_it_is(service, r
     may_end.set()
     await call
     await service.until_empty()
-
-
-async def test_fuzzed_messages_leave_the_server_serving(service, reference_model):
-    chance = random.Random(11)
-
-    def number(*usual: int) -> int:
-        return chance.choice([*usual, *usual, *usual, 0, 1, 2**31 - 1, 2**31, 2**32 - 1])
-
-    def numbers(count: int, *usual: int) -> list[int]:
-        return [number(*usual) for _ in range(count if chance.random() < 0.97 else count + 1)]
-
-    def opening() -> common_pb2.SessionOpen:
-        state = SamplingSpec(max_new_tokens=number(5, 9), min_new_tokens=number(0, 3)).to_proto()
-        state.temperature = chance.choice([0.0, 1.0, 1.0, -1.0, float("nan"), float("inf")])
-        state.top_p = chance.choice([1.0, 0.9, 0.0, 7.0])
-        state.top_k = number(0, 5)
-        state.seed = chance.getrandbits(64)
-        rule: Any = chance.randrange(6)
-        state.verification = rule
-        state.choice_index = number(0)
-        if chance.random() < 0.3:
-            state.logprobs = number(0, 3)
-        if chance.random() < 0.3:
-            state.stop_token_ids.extend(numbers(3, 5, 60))
-        if chance.random() < 0.2:
-            state.grammar, bad = chance.choice([("nonsense", 60), ("", 60), ('start: "a"', 61)])
-            state.grammar_end_ids.append(bad)
-        mode: Any = chance.randrange(5)
-        return common_pb2.SessionOpen(
-            session_id=number(1, 2, 3, 4),
-            epoch=number(1, 2),
-            prompt=chance.choice([tokens_to_bytes(PROMPT), tokens_to_bytes([1, 61]), b"", b"abc"]),
-            output=chance.choice([b"", b"", tokens_to_bytes([4]), b"z"]),
-            sampling=state,
-            limits=common_pb2.SpeculationLimits(mode=mode, sync_wait_ms=chance.choice([0, 1, 5])),
-        )
-
-    def message() -> target_pb2.RoundCommands:
-        built = target_pb2.RoundCommands(incarnation=chance.choice([7, 7, 0]))
-        if chance.random() < 0.4:
-            built.opens.append(opening())
-        some = chance.randrange(3)
-        ids, epochs = numbers(some, 1, 2, 3, 4), numbers(some, 1, 2)
-        changes: Any = [chance.choice([1, 1, 2, 3, 3, 9]) for _ in range(some)]
-        if chance.random() < 0.4:
-            built.places.CopyFrom(
-                target_pb2.PlaceChanges(session_ids=ids, epochs=epochs, places=numbers(some, 0, 1, 2), changes=changes)
-            )
-        if chance.random() < 0.6:
-            counts = [chance.choice([0, 1, 3]) for _ in range(some)]
-            nodes = sum(counts)
-            acceptance = [chance.choice([0.0, 0.5, 1.0, 1.0, -0.0, 2.0, float("nan")]) for _ in range(nodes)]
-            sources: Any = [chance.randrange(10) for _ in range(nodes)]
-            built.growth.CopyFrom(
-                target_pb2.RelayedGrowth(
-                    session_ids=ids,
-                    epochs=epochs,
-                    places=numbers(some, 0, 1, 3),
-                    as_of=numbers(some, 7, 8, 9),
-                    node_counts=counts,
-                    node_ids=numbers(nodes, 1, 2, 3, 4, 5),
-                    parents=numbers(nodes, 0, 1, 2),
-                    tokens=numbers(nodes, 5, 12, 34),
-                    acceptance=floats_to_bytes(acceptance),
-                    sources=sources,
-                )
-            )
-        if chance.random() < 0.3:
-            alone = [chance.random() < 0.3 for _ in range(some)]
-            built.bounds.CopyFrom(
-                target_pb2.SessionBounds(session_ids=ids, epochs=epochs, allow=numbers(some, 0, 9, 100), alone=alone)
-            )
-        if chance.random() < 0.2:
-            built.close_session_ids.extend(numbers(1, 1, 2, 3))
-            built.close_epochs.append(number(1, 2))
-        return built
-
-    async def drink(call: Any) -> None:
-        try:
-            async for _ in call:
-                pass
-        except grpc.aio.AioRpcError as error:
-            # The other is the client's own: it wrote to a call that had just been ended.
-            ours = error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert ours or "SendMessageOperation" in (error.debug_error_string() or ""), error
-
-    call, drinks = None, list[asyncio.Task[None]]()
-    for _ in range(500):
-        if call is None or call.done():
-            call = service.stub.Verify(timeout=120)
-            drinks.append(asyncio.create_task(drink(call)))
-        try:
-            await call.write(message())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call = None
-    if call is not None:
-        await call.done_writing()
-    await asyncio.gather(*drinks)
-    assert len(drinks) > 1
-    assert not service.thread.stopped.done()
-    await service.until_empty()
-    coordinator = Coordinator(service)
-    await coordinator.open(1, SAMPLED)
-    await coordinator.finish(1)
-    assert coordinator.tokens[1, 1] == plain_decode(reference_model, PROMPT, SAMPLED).tokens

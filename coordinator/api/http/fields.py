@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from outrider.coordinator.api.http.errors import RequestTooLarge, UnsupportedMediaType
@@ -170,9 +170,9 @@ class Fields:
         self.wrong(name, f"{_kind(value)} given, an object needed")
         return None
 
-    def refuse_others(self, *, known: Iterable[str] = (), kind: str = "a field of this request") -> None:
+    def refuse_others(self, kind: str = "a field of this request") -> None:
         """Names the fields that nobody has read, with what may have been meant."""
-        names, unread = [*self.known, *known], list(self.unread())
+        names, unread = list(self.known), list(self.unread())
         for name in (name[:100] for name in unread[:_MOST_NAMED]):
             meant = difflib.get_close_matches(name, names, n=1)
             self.wrong(name, f"not {kind}" + (f": did you mean {meant[0]}?" if meant else ": leave it out"))

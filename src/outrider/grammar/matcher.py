@@ -111,13 +111,6 @@ class SessionGrammar:
         self._matcher.rollback(depth)
         return masks
 
-    def followed(self, path: Sequence[int]) -> int:
-        """How many nodes of a path through the last tree were followed, from its root on.
-
-        What comes first behind them was allowed, but nobody knows what may come after that before it is committed.
-        """
-        return next((place for place, node in enumerate(path) if node in self.unfollowed), len(path))
-
     def mask_after(self, path: Sequence[int]) -> npt.NDArray[np.int32] | None:
         """[W] what may follow a path below the committed output; None where nothing does, or it cannot be told."""
         depth, mask = 0, None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.tiny_llama import write_llama
 
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
@@ -16,19 +16,15 @@ from outrider.errors import CheckpointError
 
 
 def save(folder: Path, **sizes: Any) -> Path:
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        eos_token_id=3,
-        bos_token_id=0,
-        **sizes,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+    }
+    write_llama(folder, **tiny | sizes, eos_token_id=3, bos_token_id=0)
     return folder
 
 

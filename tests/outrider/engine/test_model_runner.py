@@ -20,19 +20,6 @@ def test_chunked_prefill_and_tree_equal_every_path_alone(family: str, tmp_path: 
     torch.testing.assert_close(logits, expected_logits(own_model(folder)), rtol=1e-4, atol=2e-4)
 
 
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    folder = save_random(FAMILIES["llama"], tmp_path)
-    runner = ModelRunner(EngineConfig(model_path=folder, dtype="bfloat16", num_slots=32, torch_threads=1))
-    steps, prompt = Steps(runner), [3, 1, 4, 1, 5, 9, 2, 6]
-    runner.slots.extend(0, len(prompt))
-    builder = steps.builder()
-    builder.add_chain(0, prompt, 0, True)
-    logits = steps.logits(builder.build())
-    assert logits.dtype == torch.bfloat16
-    expected = own_model(folder)(torch.tensor([prompt])).logits[0, -1:]
-    assert (logits - expected).norm() < 0.05 * expected.norm()
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory")])
 def test_kv_that_does_not_fit_says_how_much_and_what_to_change(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

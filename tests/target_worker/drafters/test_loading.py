@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.outrider.engine.random_eagle import write_random_eagle
-from tests.target_worker.conftest import SIZES
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.tiny_llama import write_llama
 
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.model_runner import EngineConfig, ModelRunner
@@ -39,9 +37,7 @@ def test_a_draft_has_slots_for_the_targets_tokens_and_its_trees(checkpoint: Path
 
 
 def test_a_draft_with_a_shorter_context_drafts_as_far_as_that(checkpoint: Path, tmp_path: Path):
-    torch.manual_seed(1)
-    sizes: dict[str, Any] = SIZES | {"max_position_embeddings": 40}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    write_llama(tmp_path, seed=1, max_position_embeddings=40)
     engine = EngineConfig(model_path=checkpoint, num_slots=100, max_model_len=80)
     # What it takes of the memory depends on its own length.
     assert room_for_draft(engine, tmp_path).fixed_bytes > 0
@@ -117,8 +113,8 @@ def test_a_whole_output_layer_is_counted_where_ranks_share_the_targets(
 )
 def test_a_draft_of_other_tokens_is_refused(checkpoint: Path, tmp_path: Path, field: str, changes: dict[str, Any]):
     folders = tmp_path / "target", tmp_path / "draft"
-    for folder, sizes in zip(folders, (SIZES, SIZES | changes), strict=True):
-        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    for folder, sizes in zip(folders, ({}, changes), strict=True):
+        write_llama(folder, **sizes)
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {folder.name: 0}}}))
     target, draft = folders
     with pytest.raises(CheckpointError, match=f"draft_model: {field} needed"):

@@ -15,6 +15,7 @@ from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.drafters.model import DraftModel
 from outrider.target_worker.rounds.buckets import Bucket, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
@@ -67,6 +68,17 @@ class FixedTimes(RoundTimes):
 
     def prefill_allowance(self, *, sessions: int, keys: int, rows: int, most: int) -> PrefillAllowance:
         return PrefillAllowance(most=min(most, self._chunk))
+
+
+class FixedSteps(DraftSteps):
+    """As many steps before every round, however busy the machine is."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def choose(self, sessions: int) -> int:
+        return self.steps if sessions else 0
 
 
 _ROUNDS: dict[str, Any] = {"max_step_rows": 64, "max_session_rows": 16, "max_prefill_tokens": 64, "capacity": 64}

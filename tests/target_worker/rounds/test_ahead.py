@@ -15,11 +15,11 @@ from tests.target_worker.rounds.driving import (
     oracle_tree,
     random_tree,
 )
+from tests.target_worker.rounds.random_sessions import live, random_cases
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions import WITHOUT_LIMIT
 
 
 class AheadDriver(Driver):
@@ -38,36 +38,12 @@ class AheadDriver(Driver):
         return super().turn()
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("caching", [True, False])
-def test_sessions_that_come_go_wait_and_are_preempted(seed, caching, checkpoint, reference_model):
-    chance = random.Random(seed)
-    shared = [chance.randrange(61) for _ in range(20)]
-    prompts = [[*shared[: chance.choice([8, 14, 20])], *(chance.randrange(61) for _ in range(4))] for _ in range(4)]
-    prompts += prompts[:2]
-    specs = [
-        SamplingSpec(temperature=1.0, seed=number, max_new_tokens=24, frequency_penalty=0.4 * (number > 3))
-        for number in range(6)
-    ]
-    plain = [plain_decode(reference_model, prompt, spec).tokens for prompt, spec in zip(prompts, specs, strict=True)]
-    chunk = chance.choice([2, 5, 16])
-    driver = AheadDriver(checkpoint, seed=seed, num_slots=90, chunk=chunk, enable_prefix_caching=caching)
-    loop, waiting = driver.loop, list(range(6))
-    while waiting or loop.session_count:
-        if waiting and chance.random() < 0.3:
-            number = waiting.pop(0)
-            driver.open(number, specs[number], plain[number], random_tree, prompt=prompts[number])
-        if loop.session_count and chance.random() < 0.1:
-            key = chance.choice(sorted(loop.keys))
-            done = len(prompts[key[1]]) + len(driver.decoded[key[1]].tokens)
-            loop.limit(key, 1, chance.choice([0, done + 2, WITHOUT_LIMIT]))
-        if chance.random() < 0.2:
-            for key in list(loop.keys):
-                loop.limit(key, 1, WITHOUT_LIMIT)
-        driver.turn()
-    driver.run()
-    assert [driver.decoded[number].tokens for number in range(6)] == plain
-    assert loop.kv.slots.used == 0
+def test_random_sessions_with_rounds_under_way(caching, checkpoint, reference_model):
+    rng = random.Random(29)
+    sizes = {"num_slots": 190, "max_step_rows": 24, "max_session_rows": 8, "capacity": 32}
+    driver = AheadDriver(checkpoint, seed=5, chunk=9, enable_prefix_caching=caching, **sizes)
+    live(driver, random_cases(reference_model, rng), rng, makers=[random_tree, oracle_tree, no_tree])
     assert driver.program.most_queued == 2
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.byte_tokenizer import byte_tokenizer
 from tests.target_worker.plain_decoding import choice
 from tests.target_worker.rounds.driving import (
     PROMPT,
@@ -23,7 +24,6 @@ from tests.target_worker.rounds.driving import (
     no_tree,
     open_request,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
 from outrider.grammar.compiler import GrammarCompiler
@@ -59,10 +59,7 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("with-tokenizer") / "model"
     shutil.copytree(checkpoint, made)
     vocab = {piece: number for number, piece in enumerate(PIECES)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("c", "d")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
+    tokenizer = byte_tokenizer("<end>", vocab=vocab, merges=[("a", "b"), ("c", "d")])
     assert tokenizer.token_to_id("<end>") == END
     tokenizer.save(str(made / "tokenizer.json"))
     return made

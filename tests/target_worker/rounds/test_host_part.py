@@ -403,7 +403,8 @@ def test_a_walk_emits_the_token_of_a_node_that_was_not_followed_and_ends_there()
     outcome = step.outcome(logits.clone())
     cuts = dict.fromkeys(VerificationRule, 0)
     for session, was, (nodes, tokens, _) in zip(sessions, outcome, expected(sessions, logits), strict=True):
-        followed = len(nodes) if session.grammar is None else session.grammar.followed(nodes)
+        missed = () if session.grammar is None else session.grammar.unfollowed
+        followed = next((place for place, node in enumerate(nodes) if node in missed), len(nodes))
         assert was == (nodes[:followed], tokens[: followed + 1], Finish.NONE)
         cuts[session.sampling.rule] += followed < len(nodes)
     assert all(cuts[rule] > 2 for rule in (VerificationRule.COUPLED, *JUDGED)), cuts

@@ -8,44 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from tests.target_worker.conftest import SIZES
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.driving import (
     PROMPT,
     SPECS,
     TARGET_ONLY,
     Driver,
+    FixedSteps,
     make_runner,
     no_tree,
     open_request,
     random_tree,
     rounds_of,
 )
+from tests.target_worker.rounds.random_sessions import ROUNDS, live, random_cases
 from tests.target_worker.tiny_head import write_tiny_head
+from tests.tiny_llama import SIZES, write_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool, RowState
-from outrider.sampling import SamplingSpec
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
-from outrider.target_worker.rounds.draft_steps import DraftSteps
-from outrider.target_worker.sessions import WITHOUT_LIMIT, SpeculationMode
+from outrider.target_worker.sessions import SpeculationMode
 
 pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]
-ROUNDS = 300
-
-
-class FixedSteps(DraftSteps):
-    """As many steps before every round, however busy the machine is."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def choose(self, sessions: int) -> int:
-        return self.steps if sessions else 0
 
 
 @pytest.fixture(scope="module", params=["model", "head"])
@@ -240,9 +228,7 @@ def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, refere
 
 
 def test_a_draft_may_have_a_narrower_vocabulary(checkpoint: Path, reference_model, tmp_path: Path):
-    torch.manual_seed(2)
-    sizes: dict[str, Any] = SIZES | {"vocab_size": 40}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    write_llama(tmp_path, seed=2, vocab_size=40)
     resident = Resident(checkpoint, tmp_path)
     wanted = plain_decode(reference_model, PROMPT, COUPLED).tokens
     assert max(PROMPT) >= 40 and max(wanted) >= 40
@@ -293,59 +279,18 @@ def test_other_weights_close_the_sessions_of_both(resident: Resident, checkpoint
     assert accepted(driver, 2) > 0
 
 
-RANDOM_SPECS = [
-    SamplingSpec(max_new_tokens=30),
-    SamplingSpec(temperature=1.0, seed=5, max_new_tokens=30),
-    SamplingSpec(temperature=0.9, seed=6, top_k=12, repetition_penalty=1.2, logprobs=2, max_new_tokens=18),
-    SamplingSpec(temperature=1.0, seed=7, stop_token_ids=(3, 9, 27, 41), min_new_tokens=4, max_new_tokens=40),
-    SamplingSpec(temperature=0.8, seed=8, logit_bias={4: 1.5, 11: -3.0}, frequency_penalty=0.4, max_new_tokens=24),
-]
-
-
 def test_random_opens_closes_and_holds_keep_both_pools_in_step(checkpoint: Path, draft_folder: Path, reference_model):
     rng = random.Random(17)
-    cases = []
-    for number in range(16):
-        prompt = [rng.randrange(61) for _ in range(rng.choice([2, 9, 30]))]
-        spec = replace(rng.choice(RANDOM_SPECS), seed=number)
-        cases.append((prompt, spec, plain_decode(reference_model, prompt, spec).tokens))
     resident = Resident(checkpoint, draft_folder, num_slots=150, chunk=9, max_step_rows=24, max_session_rows=8)
-    loop, driver = resident.loop, Driver(resident.loop, seed=3)
-    running: dict[int, tuple[list[int], SamplingSpec, list[int]]] = {}
-    compared = opened = shared = taken = 0
-    while loop.rounds_read < ROUNDS:
-        if len(running) < 8 and rng.random() < 0.5:
-            prompt, spec, plain = rng.choice(cases)
-            done = rng.choice([0, 0, rng.randrange(len(plain))])
-            maker = rng.choice([no_tree, no_tree, random_tree])
-            driver.open(opened, spec, plain[done:], maker, prompt=prompt, output=plain[:done])
-            running[opened] = prompt, spec, plain[done:]
-            opened += 1
-        if running and rng.random() < 0.2:
-            number = rng.choice(list(running))
-            start = len(running[number][0]) + len(driver.decoded[number].tokens)
-            if rng.random() < 0.3:
-                loop.close((7, number), 1)
-            elif rng.random() < 0.8:
-                loop.limit((7, number), 1, rng.choice([0, start, start + 3, WITHOUT_LIMIT]))
-            else:
-                loop.forget((7, number), 1, 0)
-        elif rng.random() < 0.2:
-            for number in running:
-                loop.limit((7, number), 1, WITHOUT_LIMIT)
-        resident.drafter.pace = FixedSteps(rng.choice([0, 1, 3, 8]))
-        driver.turn()
+    shared = 0
+
+    def turned() -> None:
+        nonlocal shared
         shared += resident.check_pools()
-        for number in [number for number in running if (7, number) not in loop.keys]:
-            plain, decoded = running.pop(number)[2], driver.decoded.pop(number)
-            assert decoded.tokens == plain[: len(decoded.tokens)]
-            taken += sum(result.accepted for result in decoded.results)
-            if decoded.is_over:
-                assert decoded.tokens == plain
-                compared += 1
-    for number in running:
-        loop.close((7, number), 1)
-    driver.run()
+        resident.drafter.pace = FixedSteps(rng.choice([0, 1, 3, 8]))
+
+    driver = Driver(resident.loop, seed=3)
+    makers = [no_tree, no_tree, random_tree]
+    accepted = live(driver, random_cases(reference_model, rng), rng, makers=makers, turned=turned)
     resident.check_empty()
-    assert compared > ROUNDS / 40 and loop.preemptions > 0
-    assert shared > ROUNDS and taken > ROUNDS / 4
+    assert shared > ROUNDS and accepted > ROUNDS / 4

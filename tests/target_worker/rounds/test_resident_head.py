@@ -14,6 +14,7 @@ from tests.target_worker.rounds.driving import (
     PROMPT,
     SPECS,
     Driver,
+    FixedSteps,
     FixedTimes,
     config_of,
     make_runner,
@@ -30,7 +31,6 @@ from outrider.kernels.pool.columns import RowState
 from outrider.models import embedded_eagle_path, embedded_target_path, held_out_prompts
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.drafters.loading import load_draft
-from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 
@@ -38,13 +38,6 @@ pytestmark = pytest.mark.usefixtures("device")
 BRANCHING = 3
 # Logits of float32 and of float64 arithmetic differ by less.
 NEAR = 2e-3
-
-
-class FixedSteps(DraftSteps):
-    """As many steps before every round, however busy the machine is."""
-
-    def choose(self, sessions: int) -> int:
-        return self._most if sessions else 0
 
 
 class WatchedProgram(RoundProgram):

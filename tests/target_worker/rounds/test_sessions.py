@@ -3,10 +3,8 @@
 import random
 import shutil
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.driving import (
@@ -19,13 +17,12 @@ from tests.target_worker.rounds.driving import (
     oracle_tree,
     random_tree,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.tiny_llama import write_llama
 
 from outrider.engine.kv_slots import SlotTable
 from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions import WITHOUT_LIMIT, Code, SessionFault
 
@@ -147,16 +144,6 @@ def test_a_held_session_goes_on_where_it_stopped(loop, reference_model):
     loop.limit((7, 1), 1, WITHOUT_LIMIT)
     driver.run()
     assert decoded.tokens == plain
-
-
-def test_growth_of_no_nodes_changes_nothing(loop, reference_model):
-    spec = SamplingSpec(max_new_tokens=6)
-    driver = Driver(loop)
-    decoded = driver.open(1, spec, [], no_tree)
-    while not decoded.is_over:
-        loop.grow(Growth.of_session((7, 1), 1, 0, len(PROMPT) + len(decoded.tokens), [], [], [], []))
-        driver.turn()
-    assert decoded.tokens == plain_decode(reference_model, PROMPT, spec).tokens
 
 
 def test_growth_that_was_lost_is_asked_for_until_it_is_sent_again(loop):
@@ -352,18 +339,10 @@ def test_a_session_that_outgrows_the_cache_says_what_to_raise(checkpoint):
 
 @pytest.mark.parametrize("min_new_tokens", [0, 6])
 def test_more_stop_tokens_than_the_device_knows_end_the_output_and_are_banned_before(min_new_tokens, tmp_path):
-    torch.manual_seed(3)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=200, initializer_range=0.4, max_position_embeddings=96, **sizes))
-    model.save_pretrained(tmp_path)
+    model = write_llama(tmp_path, seed=3, vocab_size=200, num_hidden_layers=1)
     stops = tuple(range(0, 200, 2))
     spec = SamplingSpec(temperature=1.0, seed=4, stop_token_ids=stops, min_new_tokens=min_new_tokens, max_new_tokens=40)
-    plain = plain_decode(model.eval(), PROMPT, spec).tokens
+    plain = plain_decode(model, PROMPT, spec).tokens
     assert len(stops) > MAX_STOPS
     assert min_new_tokens < len(plain) < 40
     driver = Driver(make_loop(tmp_path))

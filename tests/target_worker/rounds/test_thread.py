@@ -1,13 +1,13 @@
 """The thread of the rounds: commands in, results to their owners, and how it ends."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from tests.polling import wait_until
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import PROMPT, FixedTimes, config_of, make_runner, open_request
@@ -65,14 +65,6 @@ class Owner:
         return {result.key[1] for result in self.results if result.has_ended} >= set(numbers)
 
 
-def until(is_so: Callable[[], object]) -> None:
-    for _ in range(60_000):
-        if is_so():
-            return
-        time.sleep(0.001)
-    raise AssertionError("it never came about")
-
-
 class Served:
     """A thread and its program."""
 
@@ -112,7 +104,7 @@ def test_results_come_to_their_owners_one_round_at_a_time(served, reference_mode
     for number in range(4):
         request = open_request(number, replace(SPEC, max_new_tokens=8 + number))
         thread.submit([OpenCommand(owners[number % 2], request)])
-    until(lambda: owners[0].has_ended(0, 2) and owners[1].has_ended(1, 3))
+    wait_until(lambda: owners[0].has_ended(0, 2) and owners[1].has_ended(1, 3))
     plain = plain_decode(reference_model, PROMPT, SPEC).tokens
     for number in range(4):
         assert owners[number % 2].tokens(number) == plain[: 8 + number]
@@ -122,11 +114,11 @@ def test_results_come_to_their_owners_one_round_at_a_time(served, reference_mode
         assert cost is None or (cost.rows >= len(results) and cost.step_ns >= cost.forward_ns > 0)
         assert load.slots_total == 512
     assert not {result.key for result in owners[0].results} & {result.key for result in owners[1].results}
-    until(lambda: not thread.load.sessions and not thread.load.slots_used)
-    until(lambda: not thread.watch.age_s)
+    wait_until(lambda: not thread.load.sessions and not thread.load.slots_used)
+    wait_until(lambda: not thread.watch.age_s)
     assert thread.load.steps == thread.counts.verify_steps + thread.counts.prefill_steps > 8
     assert thread.counts.rows > 4 * len(PROMPT)
-    until(lambda: thread.report().busy)
+    wait_until(lambda: thread.report().busy)
     assert thread.report().busy <= 1
 
 
@@ -139,13 +131,13 @@ def test_a_session_whose_columns_hang_on_their_way_to_the_device_is_noticed(serv
         describe(*arguments)
 
     monkeypatch.setattr(served.program, "describe_row", hang)
-    until(lambda: not thread.watch.age_s)
+    wait_until(lambda: not thread.watch.age_s)
     thread.submit([OpenCommand(owner, open_request(1, SPEC))])
-    until(lambda: thread.watch.age_s)
+    wait_until(lambda: thread.watch.age_s)
     assert not thread.watch.is_preparing
     may_go_on.set()
-    until(lambda: owner.has_ended(1))
-    until(lambda: not thread.watch.age_s)
+    wait_until(lambda: owner.has_ended(1))
+    wait_until(lambda: not thread.watch.age_s)
 
 
 def test_only_the_owner_that_leaves_loses_its_sessions(served):
@@ -155,31 +147,31 @@ def test_only_the_owner_that_leaves_loses_its_sessions(served):
     thread.submit([OpenCommand(owners[0], open_request(2, SPEC)), BoundsCommand((7, 2), 1, 0, False)])
     thread.submit([OpenCommand(owners[1], open_request(1, SPEC, epoch=2)), BoundsCommand((7, 1), 2, 0, False)])
     thread.submit([OpenCommand(owners[0], open_request(1, SPEC, epoch=1))])
-    until(lambda: owners[0].has_ended(1))
+    wait_until(lambda: owners[0].has_ended(1))
     fault = owners[0].results[-1].fault
     assert fault is not None
     assert (fault.code, owners[0].results[-1].epoch) == (Code.FAILED_PRECONDITION, 1)
     thread.submit([LeaveCommand(owners[0])])
-    until(lambda: thread.load.sessions == 1)
+    wait_until(lambda: thread.load.sessions == 1)
     thread.submit([BoundsCommand((7, 1), 2, 1000, False)])
-    until(lambda: owners[1].has_ended(1))
+    wait_until(lambda: owners[1].has_ended(1))
     assert len(owners[1].tokens(1)) == SPEC.max_new_tokens
-    until(lambda: not thread.load.slots_used)
+    wait_until(lambda: not thread.load.slots_used)
 
 
 @pytest.mark.parametrize("served", [StoppingProgram], indirect=True)
 def test_the_watch_sees_a_round_that_does_not_come_back(served):
     thread, owner = served.thread, Owner()
     thread.submit([OpenCommand(owner, open_request(1, SPEC))])
-    until(lambda: owner.has_ended(1))
-    until(lambda: not thread.watch.age_s)
+    wait_until(lambda: owner.has_ended(1))
+    wait_until(lambda: not thread.watch.age_s)
     served.program.may_run.clear()
     thread.submit([OpenCommand(owner, open_request(2, SPEC))])
-    until(lambda: thread.report().step_age_s > 0.01)
+    wait_until(lambda: thread.report().step_age_s > 0.01)
     assert not thread.watch.is_preparing, "rounds of this size have run"
     served.program.may_run.set()
-    until(lambda: owner.has_ended(2))
-    until(lambda: not thread.watch.age_s)
+    wait_until(lambda: owner.has_ended(2))
+    wait_until(lambda: not thread.watch.age_s)
 
 
 @pytest.mark.parametrize("served", [StoppingProgram], indirect=True)
@@ -187,7 +179,7 @@ def test_what_ends_the_thread_is_told(served):
     thread, owner = served.thread, Owner()
     served.program.may_run.clear()
     thread.submit([OpenCommand(owner, open_request(1, SPEC))])
-    until(lambda: thread.watch.age_s)
+    wait_until(lambda: thread.watch.age_s)
     alone = thread.run_alone(lambda loop: None)
     served.program.fault = "out of order"
     served.program.may_run.set()
@@ -213,9 +205,9 @@ def test_a_model_that_cannot_be_loaded_is_told_by_ready(inbox):
 
 def test_a_thread_that_runs_no_rounds_is_not_busy(served):
     thread, owner = served.thread, Owner()
-    until(lambda: not thread.report().busy)
+    wait_until(lambda: not thread.report().busy)
     thread.submit([OpenCommand(owner, open_request(1, SPEC))])
-    until(lambda: thread.report().busy)
-    until(lambda: owner.has_ended(1))
+    wait_until(lambda: thread.report().busy)
+    wait_until(lambda: owner.has_ended(1))
     assert thread.report().busy <= 1
-    until(lambda: not thread.report().busy)
+    wait_until(lambda: not thread.report().busy)

@@ -1,13 +1,12 @@
 """What rounds verify of a session's tree, and what they say of it: bounds, sources, where the tree has ended."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
-from tests.target_worker.rounds.driving import PROMPT, loop_of, make_runner, open_request, oracle_tree
+from tests.target_worker.rounds.driving import PROMPT, loop_of, make_runner, open_request
 
 from outrider.growth_source import GrowthSource
 from outrider.kernels.pool.re_root import TreeEnd
@@ -53,22 +52,6 @@ def test_a_round_verifies_no_more_of_a_tree_than_its_session_may(bounds, most, l
     # What was left out hangs below the new root.
     result = turn(loop)
     assert result.selected == min(most, 9 - most - 1) > 0 or most == 9
-
-
-def test_bounded_trees_give_the_tokens_of_plain_decoding(loop, plain):
-    loop.open(replace(open_request(1, SPEC), max_nodes=4, max_depth=2))
-    rng, tokens, next_id = random.Random(1), list[int](), 1
-    while loop.session_count:
-        drafted, parents = oracle_tree(rng, plain[len(tokens) :])
-        ids = list(range(next_id, next_id + len(drafted)))
-        next_id += len(drafted)
-        above = [ids[parent - 1] if parent else 0 for parent in parents]
-        loop.grow(Growth.of_session((7, 1), 1, 0, len(PROMPT) + len(tokens), ids, above, drafted, [0.9] * len(ids)))
-        for result in loop.turn():
-            assert result.selected <= 4
-            assert result.accepted <= 2
-            tokens += result.tokens
-    assert tokens == plain
 
 
 def test_nodes_are_counted_for_each_source_that_has_proposed_them(loop, plain):

@@ -3,7 +3,6 @@
 import importlib.util
 
 import pytest
-import torch
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.driving import (
     PROMPT,
@@ -15,7 +14,7 @@ from tests.target_worker.rounds.driving import (
     oracle_tree,
     random_tree,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.tiny_llama import write_llama
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.loop import RoundLoop
@@ -59,19 +58,7 @@ def test_no_eager_round_is_launched_ahead(checkpoint):
 def test_flashinfer_rounds_accept_what_they_decode(tmp_path):
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("needs flashinfer")
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=96,
-        initializer_range=0.4,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    write_llama(tmp_path, seed=7, hidden_size=64, intermediate_size=96, head_dim=64)
     driver = Driver(loop_of(make_runner(tmp_path, attention_backend="flashinfer", dtype="bfloat16"), chunk=5))
     spec = SamplingSpec(max_new_tokens=24)
     plain = driver.open(1, spec, [], random_tree)

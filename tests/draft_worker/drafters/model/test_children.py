@@ -113,26 +113,6 @@ def test_stop_tokens_do_not_end_a_chain(mode: GrowthMode):
     assert len(chain_of(mirror)) == 5
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_after_any_commits_a_chain_is_what_would_be_drawn_afresh(seed: int):
-    """A position's number is used for that position alone."""
-    rng, bench, kept = np.random.default_rng(seed), Bench(), 0
-    mirror = bench.open(1, sampling=spec_of("rejection", seed=seed), max_depth=5)
-    bench.finish()
-    for epoch in range(1, 9):
-        nodes = chain_of(mirror)
-        tokens = [node.context[-1] for node in nodes[: rng.integers(0, 4)]]
-        tokens.append(nodes[len(tokens)].context[-1] if rng.random() < 0.5 else int(rng.integers(VOCAB)))
-        bench.commit(1, tokens)
-        kept += bool(mirror.live)
-        afresh = bench.open(2, epoch=epoch, sampling=mirror.start.sampling, output=mirror.tokens[3:], max_depth=5)
-        bench.finish()
-        survived, drawn = chain_of(mirror), chain_of(afresh)
-        assert [node.context for node in survived] == [node.context for node in drawn]
-        assert [q.distribution.weights.tolist() for q in survived] == [q.distribution.weights.tolist() for q in drawn]
-    assert kept > 1
-
-
 def test_draws_over_seeds_follow_q():
     bench = Bench(num_slots=6000, max_sessions=600, rejection_top_k=5, max_step_tokens=6000)
     for seed in range(600):

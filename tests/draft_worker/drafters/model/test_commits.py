@@ -24,33 +24,6 @@ def unknown_token(mirror: Mirror) -> int:
     return next(token for token in range(VOCAB) if token not in children)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_after_any_commits_the_tree_is_that_of_the_committed_tokens(seed: int):
-    rng = np.random.default_rng(seed)
-    bench = Bench(max_step_nodes=3, max_step_tokens=5)
-    spec = SamplingSpec(max_new_tokens=150, temperature=float(seed % 2), seed=seed)
-    mirror = bench.open(prompt=rng.integers(0, VOCAB, 7).tolist(), sampling=spec, max_depth=6)
-    survived = 0
-    for _ in range(40):
-        for _ in range(int(rng.integers(0, 9))):
-            bench.step()
-        tokens: list[int] = []
-        for _ in range(int(rng.integers(0, 4))):
-            if children := mirror.expanded.get((*mirror.tokens, *tokens)):
-                tokens.append(children[min(int(rng.exponential(0.7)), len(children) - 1)].context[-1])
-        if not tokens or rng.random() < 0.3:
-            tokens += rng.integers(0, VOCAB, int(rng.integers(1, 4))).tolist()
-        bench.commit(1, tokens)
-        survived += len(mirror.expanded) > 0
-    bench.finish()
-    mirror.check_children(least=5)
-    assert survived > 3, "hardly a tree survived its commit"
-    # None is left out.
-    assert list(mirror.nodes) == list(range(1, len(mirror.nodes) + 1))
-    assert bench.drafter.slots_used == len(mirror.tokens) + len(mirror.expanded) - 1
-    bench.check_all_given_back()
-
-
 def test_a_surviving_branch_is_neither_computed_nor_sent_again():
     bench = Bench()
     mirror = bench.open()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.byte_tokenizer import byte_tokenizer
 from tests.draft_worker.table_model import Bench, Context, Mirror, best_children, law_after
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -29,11 +29,7 @@ GRAMMAR: dict[str, Any] = {
 
 
 def read() -> str:
-    tokenizer = Tokenizer(models.BPE(vocab={letter: token for token, letter in enumerate(LETTERS)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return tokenizer.to_str()
+    return byte_tokenizer("<end>", vocab={letter: token for token, letter in enumerate(LETTERS)}).to_str()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.deploy import placement
-from outrider.deploy.machines import Machines
+from outrider.deploy.moving import Machines
 from outrider.deploy.placement import Node, Probe
 from outrider.ports import free_port
 
