@@ -46,6 +46,9 @@ class WatchedProgram(RoundProgram):
     watch: Callable[[], None] = staticmethod(lambda: None)
 
     def launch(self, *arguments: Any, **options: Any) -> int:
+        if self.device.type == "cuda":
+            # This round is launched while the one before still runs.
+            torch.cuda.synchronize(self.device)
         self.watch()
         return super().launch(*arguments, **options)
 
