@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.outrider.engine.random_eagle import write_random_eagle
-from tests.tiny_llama import write_llama
+from tests.tiny_llama import SIZES, write_llama
 
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.model_runner import EngineConfig, ModelRunner
