@@ -69,7 +69,7 @@ class Cell:
         target_gpus: of each target.
         most_gpus: that there are; workers of further ones share the last.
         link: role of the workers whose round trips with their coordinator are longer.
-        added_ms: by so much.
+        added_ms: milliseconds added to each round trip.
     """
 
     setup: Setup
@@ -160,7 +160,7 @@ def _compared(plan: Plan, base: Setup) -> Iterator[Cell]:
                 yield from (cell(mode, temperature, sessions, rule=rule) for mode in drafted)
     for temperature in plan.temperatures if plan.round_trips else ():
         for sessions in plan.sessions:
-            for link, added_ms in product(LINKS, plan.round_trips):
+            for link, added_ms in product(LINKS if base.drafts else LINKS[1:], plan.round_trips):
                 yield from (cell(mode, temperature, sessions, link=link, added_ms=added_ms) for mode in drafted)
     if plan.synthetic:
         for sessions in plan.sessions:

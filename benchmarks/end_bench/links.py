@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import threading
 from typing import Self
 
-import uvloop
 from benchmarks.faults.proxy import Conditions, Proxy
 
 from outrider.ports import free_port
@@ -20,25 +20,27 @@ class Links:
     """Proxies of all workers, in a thread of their own; use with `with`."""
 
     def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
+        # Others round what they wait to whole milliseconds.
+        self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
         self._thread = threading.Thread(target=self._loop.run_forever, name="links", daemon=True)
-        self._proxies: dict[str, Proxy] = {}
+        self._proxies: list[tuple[str, Proxy]] = []
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for proxy in self._proxies.values():
+        for _role, proxy in self._proxies:
             asyncio.run_coroutine_threadsafe(proxy.close(), self._loop).result(_PATIENCE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def add(self, name: str) -> list[str]:
-        """Start a proxy of a worker; returns the worker's options: where it listens, and where it is dialled."""
+    def add(self, role: str) -> list[str]:
+        """Start the proxy of a worker; returns the worker's options: where it listens, and where it is dialled."""
         port = free_port(LISTENING)
-        proxy = self._proxies[name] = Proxy((LISTENING, port), listen=(PROXIED, port))
+        proxy = Proxy((LISTENING, port), listen=(PROXIED, port))
+        self._proxies.append((role, proxy))
         asyncio.run_coroutine_threadsafe(proxy.start(), self._loop).result(_PATIENCE_S)
         return ["--port", str(port), "--advertised-host", PROXIED]
 
@@ -52,5 +54,5 @@ class Links:
         self._loop.call_soon_threadsafe(self._set, link, added_ms / 2e3)
 
     def _set(self, link: str, delay_s: float) -> None:
-        for name, proxy in self._proxies.items():
-            proxy.conditions = Conditions(delay_s=delay_s if link and name.startswith(link) else 0.0)
+        for role, proxy in self._proxies:
+            proxy.conditions = Conditions(delay_s=delay_s if role == link else 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -113,12 +114,13 @@ class Services:
         self.endpoints: dict[Setup, str] = {}
         self.links = Links() if options.through_proxies else None
         self._roles: dict[str, RoleProcess] = {}
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         began = time.monotonic()
         deadline = began + self._options.start_timeout_s
         if self.links is not None:
-            self.links.__enter__()
+            self._stack.enter_context(self.links)
         try:
             self._start(deadline)
         except BaseException:
@@ -132,9 +134,8 @@ class Services:
         if folder is not None:
             for name, role in self._roles.items():
                 (folder / f"{name}.log").write_text(role.stderr(), encoding="utf-8")
-        stop_all(list(self._roles.values()))
-        if self.links is not None:
-            self.links.__exit__()
+        with self._stack:
+            stop_all(list(self._roles.values()))
 
     def check_alive(self) -> None:
         """Tells of a process that has ended.
@@ -174,7 +175,7 @@ class Services:
         if is_target and len(place.gpus) > 1:
             arguments += ["--tensor-parallel-size", str(len(place.gpus))]
         if self.links is not None:
-            arguments += self.links.add(place.name)
+            arguments += self.links.add(place.role)
         if place.is_resident:
             arguments += ["--draft-model", str(options.draft or embedded_draft_path())]
         for setup in served:

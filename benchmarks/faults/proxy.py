@@ -155,8 +155,8 @@ class _End:
         held.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def reset(self) -> None:
-        # Without lingering, a close says RST and not FIN. Of one that is closed uvloop has a negative descriptor.
-        with contextlib.suppress(OSError, ValueError):
+        # Without lingering, a close says RST and not FIN.
+        with contextlib.suppress(OSError):
             held: socket.socket = self.writer.get_extra_info("socket")
             held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()

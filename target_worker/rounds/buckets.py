@@ -19,9 +19,8 @@ _MOST_ON_AVERAGE = 16
 _BEYOND_SHARE, _RATE_SHARE, _RATIO_SHARE = 0.05, 0.1, 0.01
 # However few nodes are accepted, some are tried.
 _LEAST_RATIO = 0.1
-# Share of a round by which what it tells nothing of is doubted: times of other buckets and, without nodes, that few are
-# accepted. Either may have been learned while something else kept the device busy: after a while it is tried again.
-_DOUBT_SHARE = 1 / 4096
+# How much a round without nodes forgets of how few were accepted: after a while some are tried again.
+_FORGOTTEN_SHARE = 1 / 4096
 # Sessions whose prompts are computed in one round.
 MAX_CHUNKS = 16
 
@@ -84,10 +83,7 @@ class RoundTimes:
     """
 
     def __init__(self, buckets: Sequence[Bucket], cost: StepCost, captured_ns: Sequence[float] = ()) -> None:
-        self._buckets, self._cost = buckets, cost
-        self._captured_ns = np.array(captured_ns, dtype=np.float64)
-        # Of each bucket's time, what is believed.
-        self._belief = np.ones(len(captured_ns))
+        self._buckets, self._cost, self._captured_ns = buckets, cost, captured_ns
         # What rounds take beyond the time of their bucket: contexts.
         self._beyond_ns = 0.0
         # What resident drafters take before a round.
@@ -108,12 +104,12 @@ class RoundTimes:
         if len(self._buckets) == 1:
             return 0
         fitting = [number for number, bucket in enumerate(self._buckets) if bucket.prefill >= prefill]
-        times_ns = (self._captured_ns * self._belief + self._beyond_ns + self._drafted_ns).tolist()
 
         def rate(number: int) -> float:
             bucket, gain = self._buckets[number], max(int(gains[number]), 0) / GAIN_SCALE
             served = min(sessions, bucket.sessions, bucket.rows)
-            return (served + self._ratio * gain) / times_ns[number]
+            round_ns = self._captured_ns[number] + self._beyond_ns + self._drafted_ns
+            return (served + self._ratio * gain) / round_ns
 
         return max(fitting, key=rate)
 
@@ -130,7 +126,7 @@ class RoundTimes:
     def least_value(self) -> float:
         """The least value of a node that pays for its row; 0 on a GPU, where buckets decide."""
         row_ns = self._cost.row_ns
-        if self._captured_ns.size or row_ns is None or not self._round_ns:
+        if self._captured_ns or row_ns is None or not self._round_ns:
             return 0.0
         return row_ns * self._tokens / self._round_ns / max(self._ratio, _LEAST_RATIO)
 
@@ -150,12 +146,8 @@ class RoundTimes:
         self._tokens += _RATE_SHARE * (tokens - self._tokens)
         self._round_ns += _RATE_SHARE * (round_ns + drafted_ns - self._round_ns)
         self._drafted_ns += _RATE_SHARE * (drafted_ns - self._drafted_ns)
-        if self._captured_ns.size and bucket is not None:
-            # No round takes less than an empty one.
-            self._captured_ns[bucket] = min(self._captured_ns[bucket], round_ns)
-            self._belief *= 1 - _DOUBT_SHARE
-            self._belief[bucket] = 1.0
-            beyond_ns = round_ns - float(self._captured_ns[bucket])
+        if self._captured_ns and bucket is not None:
+            beyond_ns = max(round_ns - self._captured_ns[bucket], 0.0)
             self._beyond_ns += _BEYOND_SHARE * (beyond_ns - self._beyond_ns)
 
     def plain_ns(self, bucket: int | None, shape: StepShape, round_ns: int, *, sessions: int) -> int:
@@ -165,24 +157,25 @@ class RoundTimes:
             bucket, shape, round_ns: as `note` takes them.
             sessions: with verified rows.
         """
-        if not self._captured_ns.size:
+        if not self._captured_ns:
             saved_ns = (self._cost.row_ns or 0.0) * (shape.verify_rows - sessions)
         elif bucket is None:
             # The same bucket serves rounds with processors, nodes or not.
             saved_ns = 0.0
         else:
             fitting = [
-                float(self._captured_ns[number])
+                self._captured_ns[number]
                 for number, other in enumerate(self._buckets)
                 if other.prefill >= shape.prefill_rows and min(other.rows, other.sessions) >= sessions
             ]
-            own_ns = float(self._captured_ns[bucket])
-            saved_ns = own_ns - min(fitting, default=own_ns)
+            saved_ns = self._captured_ns[bucket] - min(fitting, default=self._captured_ns[bucket])
         return round_ns - int(min(max(saved_ns, 0.0), round_ns))
 
     def note_accepted(self, accepted: int, expected: float) -> None:
         """Learn how many nodes were accepted of what their values let expect."""
-        share, ratio = (min(_RATIO_SHARE * expected, 1.0), accepted / expected) if expected > 0 else (_DOUBT_SHARE, 1.0)
+        share, ratio = _FORGOTTEN_SHARE, 1.0
+        if expected > 0:
+            share, ratio = min(_RATIO_SHARE * expected, 1.0), accepted / expected
         self._ratio += share * (ratio - self._ratio)
 
     def prefill_allowance(self, *, sessions: int, keys: int, rows: int, most: int) -> PrefillAllowance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,26 @@ def test_a_links_round_trips_are_longer_and_no_others():
     with Links() as links, socket.socket() as target, socket.socket() as draft:
         ends = {}
         for role, listener in (("target", target), ("draft", draft)):
-            port = int(links.add(f"{role}-0")[1])
+            port = int(links.add(role)[1])
             listener.bind((LISTENING, port))
             listener.listen()
             near = socket.create_connection((PROXIED, port))
             ends[role] = near, listener.accept()[0]
 
-        links.lengthen("target", 100)
-        links.lengthen("draft", 100_000)
-        for near, _ in ends.values():
-            near.sendall(b"?")
         near, far = ends["target"]
+        links.lengthen("target", 30)
+        for _ in range(3):
+            began = time.perf_counter()
+            near.sendall(b"?")
+            far.sendall(far.recv(1))
+            assert near.recv(1) == b"?"
+            assert time.perf_counter() - began >= 0.03
+        links.lengthen("draft", 100_000)
+        for end, _ in ends.values():
+            end.sendall(b"?")
         far.sendall(far.recv(1))
         assert near.recv(1) == b"?"
-        # Asked before the target's was answered, and far from there.
+        # Asked before the target was, and far from there when the target has answered.
         _, far = ends["draft"]
         far.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -420,7 +420,7 @@ class GrowthProgram:
         for done, bucket in enumerate(reversed(range(len(self.buckets)))):
             report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
             self._capture(bucket)
-        # Of steps without processors.
+        # Times are for steps without processors.
         self.times_ns = time_buckets(
             len(self.buckets), lambda bucket: self._graphs[bucket, False].replay(), torch.cuda.Stream(self.device)
         )

@@ -1,10 +1,10 @@
-"""What an empty step of each captured bucket takes."""
+"""Times of empty steps of captured buckets."""
 
 from collections.abc import Callable
 
 import torch
 
-# Passes over all buckets. What else keeps the device busy for a moment makes one of them longer, not all.
+# Passes over all buckets. Other work on the device lengthens one of them, seldom all.
 _PASSES = 3
 
 
@@ -21,6 +21,8 @@ def time_buckets(count: int, launch: Callable[[int], None], stream: torch.cuda.S
         for _ in range(_PASSES):
             for bucket in range(count):
                 began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                # While the first step runs, the second is launched.
+                launch(bucket)
                 began.record()
                 launch(bucket)
                 ended.record()

@@ -143,7 +143,7 @@ class Inbox:
         """Take records. Urgent ones are in the ring on return, the others as far as there is room.
 
         A LIMITS record waits while an older one of its session is in the ring, and a newer one replaces it. Records of
-        closed sessions are dropped, here or by the device, and growth where more waits than a ring holds.
+        closed sessions are dropped, here or by the device.
 
         Args:
             records: [n, 8] int32, in the order of each session; kept, not copied.
@@ -158,8 +158,6 @@ class Inbox:
             begin = place + 1
         self._queue.append(records[begin:])
         self._move_queued()
-        if sum(map(len, self._queue)) > self._size:
-            self._drop_growth()
 
     def reported(self, tail: int) -> list[Release]:
         """Learn how far the device has read: gives places of the ring and rows free, and returns what is released."""
@@ -212,10 +210,6 @@ class Inbox:
             self._write(records[:room])
             if room < len(records):
                 self._queue.appendleft(records[room:])
-
-    def _drop_growth(self) -> None:
-        """Drop growth that would be stale when its turn came; the device reports what hangs below it as lost."""
-        self._queue = deque(records[records[:, 0] & 0xFF != RecordKind.GROWTH] for records in self._queue)
 
     def _write(self, records: npt.NDArray[np.int32]) -> None:
         start = self._head % self._size

@@ -15,7 +15,7 @@ from outrider.kernels.pool.rings import publish_early, publish_report, take_reco
 _NEEDS_GREENLET = pytest.mark.skipif(greenlet is None, reason="needs greenlet")
 
 OPEN, CLOSE, PREEMPT, LIMITS = RecordKind.OPEN, RecordKind.CLOSE, RecordKind.PREEMPT, RecordKind.LIMITS
-GROWTH, PREFILL = RecordKind.GROWTH, RecordKind.PREFILL
+GROWTH = RecordKind.GROWTH
 
 REUSE = Scenario(messages=("open 1", "close 1", "open 2", "grow 1", "close 2"))
 FULL = Scenario(messages=("open 1", "grow 1 7", "hold 1", "settle 1", "close 1"), most=4)
@@ -105,38 +105,20 @@ def test_records_keep_their_order_where_the_ring_is_full() -> None:
     rig = Rig(rows=2, ring=128)
     first, second = rig.open(), rig.open()
     both = np.concatenate([_records(GROWTH, session, number) for number in range(9) for session in (first, second)])
-    rig.inbox.put(_records(GROWTH, first, *range(200)))
+    rig.inbox.put(_records(GROWTH, first, *range(500)))
     rig.inbox.put(both)
     assert rig.inbox.is_queued(first[0]) and rig.inbox.is_queued(second[0])
     rig.take()
     taken = [tuple(record[1:4]) for record in rig.device.taken if record[0] == GROWTH]
-    sent = [(*first, number) for number in range(200)]
+    sent = [(*first, number) for number in range(500)]
     assert taken == [*sent, *(tuple(record[1:4]) for record in both.tolist())]
     assert not rig.inbox.is_queued(first[0])
-
-
-def test_growth_is_dropped_where_more_waits_than_a_ring_holds_and_other_records_keep_their_order() -> None:
-    rig = Rig(rows=1, ring=64)
-    session = rig.open()
-    for number in range(8):
-        rig.inbox.put(_records(GROWTH, session, *[number] * 16))
-        rig.inbox.put(_records(PREFILL, session, number))
-    rig.take()
-    taken = [(record[0], record[3]) for record in rig.device.taken]
-    assert [number for kind, number in taken if kind == PREFILL] == [*range(8)]
-    growth = [number for kind, number in taken if kind == GROWTH]
-    assert len(growth) < 8 * 16
-    assert growth == sorted(growth)
-    # What comes once there is room is taken as ever.
-    rig.inbox.put(_records(GROWTH, session, 9))
-    rig.take()
-    assert tuple(rig.device.taken[-1][:4]) == (GROWTH, *session, 9)
 
 
 def test_urgent_records_find_room_and_overtake_growth() -> None:
     rig = Rig(rows=2, ring=16)
     first = rig.open()
-    rig.inbox.put(_records(GROWTH, first, *range(20)))
+    rig.inbox.put(_records(GROWTH, first, *range(30)))
     second = rig.open()
     for kind in (LIMITS, PREEMPT, CLOSE):
         rig.inbox.put(_records(kind, second, 1))

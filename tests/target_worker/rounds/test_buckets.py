@@ -74,28 +74,6 @@ def test_nodes_that_are_never_accepted_stop_widening_rounds():
     assert BUCKETS[times.choose(gains, sessions=1, prefill=0)].rows == 8 < before
 
 
-def test_a_bucket_that_was_timed_while_the_device_was_busy_is_tried_again_and_then_believed():
-    honest = [1e6 + 1e3 * (bucket.rows + bucket.prefill) for bucket in BUCKETS]
-    times = times_of([3 * ns if bucket.rows > 64 else ns for bucket, ns in zip(BUCKETS, honest, strict=True)])
-    gains, chosen = gains_of(sessions=64, worth=0.5), set()
-    for _ in range(8192):
-        bucket = times.choose(gains, sessions=64, prefill=0)
-        chosen.add(BUCKETS[bucket].rows)
-        times.note(bucket, StepShape(verify_rows=BUCKETS[bucket].rows), int(honest[bucket]), tokens=64)
-    assert chosen >= {64, 512}
-    assert BUCKETS[times.choose(gains, sessions=64, prefill=0)].rows == 512
-
-
-def test_times_that_hold_are_doubted_seldom():
-    honest = [1e6 + 1e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS]
-    times, gains, others = times_of(honest), gains_of(sessions=64, worth=0.2), 0
-    for _ in range(8192):
-        bucket = times.choose(gains, sessions=64, prefill=0)
-        others += BUCKETS[bucket].rows != 64
-        times.note(bucket, StepShape(verify_rows=BUCKETS[bucket].rows), int(honest[bucket]), tokens=64)
-    assert others < 0.005 * 8192
-
-
 def test_nodes_of_which_none_was_accepted_are_tried_again():
     times = times_of([1e6 + 2e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
     gains = gains_of(sessions=1, worth=0.5)
