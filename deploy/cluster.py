@@ -92,8 +92,7 @@ class Deployment:
         try:
             # In threads, as all that may take Ray long: this process has to hear when it is told to stop.
             with sigterm_kept():
-                forks = self._config.forks_workers and self._roles.import_torch
-                self._owns_ray = await asyncio.to_thread(connect, self._config, forks_workers=forks)
+                self._owns_ray = await asyncio.to_thread(connect, self._config)
             if self._owns_ray and self._config.address == "local":
                 remember_local(self._config.name, ray.get_runtime_context().gcs_address)
             await self._find_or_create()

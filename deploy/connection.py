@@ -7,15 +7,12 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from subprocess import list2cmdline
 from typing import Any
 
 import ray
 from ray._private import ray_constants, services
 from ray._private.node import Node
 
-from outrider import standby_start
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.local_note import local_address
 
@@ -26,28 +23,22 @@ CONNECT_TIMEOUT_S = 5.0
 # What Ray says when its node or its control store took longer than it waits.
 _SLOW_START = ("timed out during startup", "Timed out waiting for file")
 
-_SETUP_WORKER = str(Path(services.__file__).parent / "workers" / ray_constants.SETUP_WORKER_FILENAME)
+# The version whose raylet is known to start with the options below.
+_KNOWN_RAY = "2.60."
 # Sleeps until the raylet goes, whose own end is not to come of Ctrl-C at a terminal.
 _IDLE_AGENT = "/bin/sh -c \"trap '' INT; exec cat\""
-# Of options that a raylet is given twice it takes the last.
-_BARE_RAYLET = [
-    f"--dashboard_agent_command={_IDLE_AGENT}",
-    "--dashboard_agent_listen_port=-1",
-    "--metrics_agent_port=-1",
-    "--metrics_export_port=-1",
-    f"--runtime_env_agent_command={_IDLE_AGENT}",
-    "--runtime_env_agent_port=-1",
+_BARE_RAYLET = {
+    "--dashboard_agent_command": _IDLE_AGENT,
+    # Ports that the raylet otherwise waits to be told by that agent.
+    "--metrics-agent-port": "-1",
+    "--metrics_export_port": "-1",
     # Otherwise one a core, and nobody hears Ctrl-C while the first ones start.
-    "--num_prestart_python_workers=0",
-]
+    "--num_prestart_python_workers": "0",
+}
 
 
-def connect(config: DeployConfig, *, forks_workers: bool) -> bool:
+def connect(config: DeployConfig) -> bool:
     """Joins the Ray that this process is in already, else the one at `address`, else starts one.
-
-    Args:
-        config: of the deployment.
-        forks_workers: have all workers of a Ray that is started here forked by a stand-by (`outrider.standby`).
 
     Returns:
         True if a Ray was started or joined here, which is then ours to shut down or to leave.
@@ -58,10 +49,10 @@ def connect(config: DeployConfig, *, forks_workers: bool) -> bool:
     if ray.is_initialized():
         return False
     options: dict[str, Any] = {}
-    if is_own := config.address == "local":
+    if config.address == "local":
         # Ray turns its token on by itself for a cluster of its own: whoever reaches its ports may run code.
         options = {"include_dashboard": False, "object_store_memory": config.object_store_bytes}
-    with _bare_node(config, forks_workers=forks_workers) if is_own else contextlib.nullcontext():
+    with _bare_node(role_logs=config.role_logs) if config.address == "local" else contextlib.nullcontext():
         _join(config.address, log_to_driver=config.role_logs, **options)
     if config.bind is Bind.NODE and not config.insecure and os.environ.get("RAY_AUTH_MODE") != "token":
         ray.shutdown()
@@ -115,18 +106,18 @@ def _join(address: str, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _bare_node(config: DeployConfig, *, forks_workers: bool) -> Iterator[None]:
-    """Have the Ray that is started in the block do without what only its dashboard, its autoscaler, its driver's log
-    and its runtime environments need: five processes, three seconds of CPU, and the wait until they answer.
+def _bare_node(*, role_logs: bool) -> Iterator[None]:
+    """Have the Ray that is started in the block do without what only its dashboard, its autoscaler and its driver's
+    log need: four processes, and the wait until they answer.
 
     Ray's own options leave them out of the dashboard's pages, not of the start.
     """
-    unneeded = ["start_api_server", "start_monitor"] + ([] if config.role_logs else ["start_log_monitor"])
+    unneeded = ["start_api_server", "start_monitor"] + ([] if role_logs else ["start_log_monitor"])
     start_process = services.start_ray_process
 
     def start_bare(command: list[str], process_type: str, *arguments: Any, **options: Any) -> Any:
         if process_type == ray_constants.PROCESS_TYPE_RAYLET:
-            command = bare_raylet(command, forks_workers=forks_workers)
+            command = bare_raylet(command)
         return start_process(command, process_type, *arguments, **options)
 
     with contextlib.ExitStack() as stack:
@@ -138,16 +129,23 @@ def _bare_node(config: DeployConfig, *, forks_workers: bool) -> Iterator[None]:
         yield
 
 
-def bare_raylet(command: list[str], *, forks_workers: bool) -> list[str]:
-    """A raylet's command, changed so that it waits for no agent, and starts workers by `standby_start.py` if asked to.
+def bare_raylet(command: list[str]) -> list[str]:
+    """Return a raylet's command, changed so that it neither starts nor waits for its dashboard's agent.
 
-    A raylet ends with its two agents, so something idle runs in their place, without ports. Its workers begin with a
-    script that sets up their runtime environment, of which they have none: the stand-by's takes that one's place.
+    A raylet ends with its agents, so something idle takes this one's place. The command of another Ray, or one without
+    an option that is to be changed, is returned as it is: the agent runs then, and the start takes longer.
     """
-    if forks_workers:
-        set_up, stand_by = list2cmdline([_SETUP_WORKER]), list2cmdline(standby_start.COMMAND[1:])
-        command = [argument.replace(set_up, stand_by) for argument in command]
-    return [*command, *_BARE_RAYLET]
+    names = [argument.partition("=")[0] for argument in command]
+    if not ray.__version__.startswith(_KNOWN_RAY) or any(names.count(name) != 1 for name in _BARE_RAYLET):
+        logger.warning("Ray %s: its dashboard's agent is started as well, which only Ray 2.60 can do without: the "
+                       "start takes longer", ray.__version__)  # fmt: skip
+        return command
+    changed = [
+        f"{name}={_BARE_RAYLET[name]}" if name in _BARE_RAYLET else argument
+        for name, argument in zip(names, command, strict=True)
+    ]
+    # Also a port of the agent's, which Ray itself leaves to the raylet.
+    return [*changed, "--dashboard_agent_listen_port=-1"]
 
 
 @contextlib.contextmanager

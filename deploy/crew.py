@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,8 +55,8 @@ class Crew:
         # A controller whose machine has died starts on another; what `recover` is given has the address.
         self._home_address = next((node.address for node in placement.living_nodes() if node.node_id == home), "")
         self._gpus: dict[Role, float] = dict(zip((Role.TARGET, Role.DRAFT), placement.worker_gpus(config), strict=True))
-        # A Ray of our own has all its workers forked (`connect`).
-        self._forks = config.address != "local" and config.forks_workers and roles.import_torch
+        # Small servers in place of the roles import nothing that would be worth it.
+        self._forks = config.forks_workers and roles.target is Roles.target
         self.events = Events()
         """Events of the actors, for whoever has started them."""
         self._numbers = dict.fromkeys(Role, 0)
@@ -299,7 +298,7 @@ class Crew:
         host = LOOPBACK if config.bind is Bind.LOOPBACK else None
         serve = functools.partial(serve_role, config, setting)
         if self._forks:
-            needs["runtime_env"] = {"py_executable": shlex.join(standby_start.COMMAND)}
+            needs["runtime_env"] = {"py_executable": standby_start.COMMAND}
         handle.actor = await self._create(RoleActor, handle, serve, host=host, needs=needs)
 
     def _quietest(self, handle: RoleHandle) -> str | None:

@@ -256,8 +256,3 @@ class Roles:
     coordinator: ServeCoordinator = serve_coordinator
     target: ServeWorker = serve_target
     draft: ServeWorker = serve_draft
-
-    @property
-    def import_torch(self) -> bool:
-        """Whether a stand-by is worth its start: small servers in place of the roles import nothing that takes long."""
-        return self.target is serve_target

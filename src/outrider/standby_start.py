@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import signal
 import socket
 import stat
@@ -25,7 +26,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-COMMAND = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
+COMMAND = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve())])
 """What Ray is to run instead of Python."""
 CAN_FORK = hasattr(os, "pidfd_open")
 """Whether there are stand-bys on this system: Linux alone."""
@@ -34,14 +35,11 @@ OWNER_VARIABLE = "OUTRIDER_STAND_BY_OWNER"
 LENGTH = struct.Struct("!I")
 # Behind these comes a script. Others change the interpreter itself, which is the stand-by's.
 _FLAGS = {"-u"}
-# What Ray tells the script that sets up a worker's environment, in whose place this one may stand.
-_OF_SETUP = "--language=PYTHON"
 _BACKLOG = 64
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a worker by the stand-by of the Ray node that has started this process; returns its exit status."""
-    arguments = [argument for argument in arguments if argument != _OF_SETUP]
     if can_be_forked(arguments):
         try:
             return run_forked(arguments, owner_pid=int(os.environ.get(OWNER_VARIABLE) or os.getppid()))

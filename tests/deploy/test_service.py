@@ -106,6 +106,29 @@ async def test_a_draft_killed_in_the_middle_changes_no_token(deployment: Deploym
     assert again.speculation.accepted_tokens > 0
 
 
+@on_one_loop
+async def test_a_killed_stand_by_takes_workers_alone_and_streams_go_on(deployment: Deployment, secrets: Path):
+    before = {worker["name"]: worker["pid"] for worker in (await deployment.status())["workers"]}
+    async with client_of(deployment, secrets) as client:
+        whole = await client.generate(held_out_prompts()[0], **OPTIONS)
+        stand_by = parent_of(before["target-0"])
+        assert stand_by == parent_of(before["draft-0"]) != parent_of(before["coordinator-0"])
+        async with client.stream(held_out_prompts()[0], **OPTIONS) as stream:
+            async for delta in stream:
+                if delta.offset > 10 and stand_by:
+                    os.kill(stand_by, signal.SIGKILL)
+                    stand_by = 0
+        assert not stand_by, "the completion ended before the stand-by could be killed"
+        assert stream.result.token_ids == whole.token_ids
+        await until_drafts_serve(client)
+    after = {worker["name"]: worker["pid"] for worker in (await deployment.status())["workers"]}
+    assert {name for name, pid in after.items() if pid == before[name]} == {"coordinator-0"}
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
+
+
 async def until_drafts_serve(client: AsyncClient) -> None:
     """Waits for the killed worker to be struck off, and for its successor."""
     async with asyncio.timeout(200):

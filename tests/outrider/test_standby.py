@@ -263,16 +263,3 @@ def test_whoever_starts_the_node_may_own_its_stand_by(monkeypatch: pytest.Monkey
     monkeypatch.setenv(standby_start.OWNER_VARIABLE, "4711")
     assert standby_start.main(["worker.py"]) == 0
     assert owners == [os.getppid(), 4711]
-
-
-def test_it_takes_the_place_of_what_sets_up_an_environment(monkeypatch: pytest.MonkeyPatch):
-    forked = list[Sequence[str]]()
-
-    def run_forked(arguments: Sequence[str], *, owner_pid: int) -> int:
-        assert owner_pid
-        forked.append(arguments)
-        return 0
-
-    monkeypatch.setattr(standby_start, "run_forked", run_forked)
-    assert standby_start.main(["worker.py", "--worker-id=1", "--language=PYTHON"]) == 0
-    assert forked == [["worker.py", "--worker-id=1"]], "a worker knows no --language"
