@@ -380,29 +380,23 @@ def _kv_shares(
         OutriderError: the weights leave no room.
     """
     smallest = min(gpu.total_bytes for gpu in gpus)
-    target_each = target.weights / config.tensor_parallel_size
-    # Where a worker has a GPU for itself it takes what is free once it has its weights.
-    is_shared = 0 < shares[0] < 1 or 0 < shares[1] < 1
-    on_gpu = [(each, share) for each, share in zip((target_each, draft.weights), shares, strict=True) if share > 0]
-    targets = math.ceil(config.targets / len(gpus)) if 0 < shares[0] < 1 else min(1, math.ceil(shares[0]))
-    drafts = min(math.floor(1 / shares[1]) - (targets if shares[0] < 1 else 0), most_drafts(config)) if shares[1] else 0
-    drafts = max(drafts, 0)
-    weights = (
-        targets * target_each + drafts * draft.weights if is_shared else max((own for own, _ in on_gpu), default=0)
-    )
-    processes = targets + drafts if is_shared else 1
-    budget = smallest * config.kv_cache_memory_fraction - weights - processes * _BESIDE_BYTES
-    if on_gpu and budget <= 0:
+    usable = smallest * config.kv_cache_memory_fraction
+    weights = (target.weights / config.tensor_parallel_size, draft.weights)
+    # Workers on one GPU. Whoever has a GPU for itself takes what is free once it has its weights.
+    targets = math.ceil(config.targets / len(gpus)) if 0 < shares[0] < 1 else 0
+    drafts = max(min(math.floor(1 / shares[1]) - targets, most_drafts(config)), 0) if 0 < shares[1] < 1 else 0
+    together = targets * weights[0] + drafts * weights[1]
+    alone = max((own for own, share in zip(weights, shares, strict=True) if share >= 1), default=0)
+    budget = usable - together - (targets + drafts) * _BESIDE_BYTES
+    if budget <= 0 or (alone and usable - alone - _BESIDE_BYTES <= 0):
         raise OutriderError(
-            f"the weights take {weights / 1e9:.1f} GB of a GPU, which has {smallest / 1e9:.1f} GB: share the target "
-            "among more GPUs (--tensor-parallel-size), take --quantization fp8, or a smaller model"
+            f"the weights take {max(together, alone) / 1e9:.1f} GB of a GPU, which has {smallest / 1e9:.1f} GB: share "
+            "the target among more GPUs (--tensor-parallel-size), take --quantization fp8, or a smaller model"
         )
-    if not is_shared:
-        return {}
-    per_token = {"target_kv_bytes": (targets, target.kv), "draft_kv_bytes": (drafts, draft.kv)}
-    given = {field: size for field in per_token if (size := getattr(config, field)) is not None}
-    left = budget - sum(per_token[field][0] * size for field, size in given.items())
-    open_ones = {field: own for field, own in per_token.items() if field not in given and own[0] * own[1]}
+    sharing = {"target_kv_bytes": (targets, target.kv), "draft_kv_bytes": (drafts, draft.kv)}
+    given = {field: size for field, (count, _) in sharing.items() if count and (size := getattr(config, field))}
+    left = budget - sum(sharing[field][0] * size for field, size in given.items())
+    open_ones = {field: own for field, own in sharing.items() if field not in given and own[0] * own[1]}
     tokens = int(left / max(sum(count * size for count, size in open_ones.values()), 1))
     if open_ones and tokens < 1:
         taken = ", ".join(given) or "kv_cache_memory_fraction"

@@ -42,6 +42,15 @@ def checkpoint(folder: Path, **changes: object) -> str:
     return str(folder)
 
 
+def of_weights(folder: Path, gigabytes: int) -> str:
+    """The embedded target with one more tensor, whose file has the header alone."""
+    path = checkpoint(folder)
+    tensor = {"dtype": "BF16", "shape": [gigabytes * 500_000_000], "data_offsets": [0, 0]}
+    header = json.dumps({"more": tensor}).encode()
+    (folder / "more.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return path
+
+
 def line(config: DeployConfig, name: str) -> str:
     (found,) = (own for own in make_plan(config).lines if own.startswith(name))
     return found
@@ -158,6 +167,29 @@ def test_two_workers_on_one_gpu_share_one_budget(monkeypatch: pytest.MonkeyPatch
     have_gpus(monkeypatch, 2)
     assert make_plan(DeployConfig(port=0)).config.target_kv_bytes is None
     assert make_plan(DeployConfig(port=0, target_kv_bytes=5)).config.target_kv_bytes == 5
+
+
+def test_kv_beside_a_worker_with_its_own_gpu_is_shared_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    have_gpus(monkeypatch, 2)
+    target, draft = of_weights(tmp_path / "target", 16), of_weights(tmp_path / "draft", 2)
+    drafts: dict[str, Any] = {"port": 0, "target_model": target, "draft_model": draft, "drafts": 2}
+    alone = make_plan(DeployConfig(target_gpus=1.0, **drafts)).config
+    assert alone.target_kv_bytes is None
+    assert alone.draft_kv_bytes == pytest.approx((0.9 * GPU.total_bytes - 2 * 2e9) / 2, rel=0.05)
+    for kv_bytes in (40_000_000_000, 54_000_000_000):
+        given = make_plan(DeployConfig(target_gpus=1.0, target_kv_bytes=kv_bytes, **drafts)).config
+        assert (given.target_kv_bytes, given.draft_kv_bytes) == (kv_bytes, alone.draft_kv_bytes)
+    # The other way round: the target has half a GPU, and the draft one for itself.
+    drafts["drafts"] = 1
+    half = DeployConfig(target_gpus=0.5, draft_gpus=1.0, draft_kv_bytes=60_000_000_000, **drafts)
+    beside = make_plan(half).config
+    assert beside.target_kv_bytes == pytest.approx(0.9 * GPU.total_bytes - 16e9, rel=0.05)
+    # Each must fit its own GPU.
+    drafts["target_model"] = of_weights(tmp_path / "large", 75)
+    large = DeployConfig(target_gpus=1.0, **drafts)
+    for count in (0, 2):
+        with pytest.raises(OutriderError, match=r"the weights take 75\.0 GB of a GPU, which has 80\.0 GB"):
+            make_plan(dataclasses.replace(large, drafts=count))
 
 
 def test_a_resident_draft_is_a_part_of_its_target(monkeypatch: pytest.MonkeyPatch):
