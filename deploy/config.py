@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -40,8 +40,8 @@ class DeployConfig:
         draft_model: the model that drafts, of the target's tokenizer, or an EAGLE head of the target: named likewise.
             Default the embedded draft beside the embedded target; beside any other, n-grams draft.
         drafter_placement: where the draft model runs: worker, in draft workers; resident, inside each target worker and
-            on its device; both. Default resident where targets take every GPU of the machine, such as one GPU, and no
-            option of draft workers is given, and for an EAGLE head, which runs nowhere else. Otherwise worker.
+            on its device; both. Default resident where targets leave no GPU free and no option of draft workers is
+            given, and for an EAGLE head, which runs nowhere else. Otherwise worker.
         resident_draft: drafter inside each target worker, where it is another one than that of the draft workers: an
             EAGLE head or a draft model, named likewise.
         targets: number of target workers.
@@ -252,8 +252,9 @@ class DeployConfig:
     @property
     def worker_options(self) -> dict[str, Any]:
         """Options that were given and that draft workers alone have."""
-        given = {name: getattr(self, name) for name in _WORKER_OPTIONS}
-        return {name: value for name, value in given.items() if value != _default(name) and (name, value) != _NO_DRAFTS}
+        given = {own.name: getattr(self, own.name) for own in fields(self) if getattr(self, own.name) != own.default}
+        # No drafts are what a resident drafter has anyway.
+        return {name: given[name] for name in _WORKER_OPTIONS if name in given and (name != "drafts" or self.drafts)}
 
     @property
     def resident_model(self) -> Path | None:
@@ -422,7 +423,6 @@ _WORKER_OPTIONS = (
     "draft_port",
     "draft_threads",
 )
-_NO_DRAFTS = ("drafts", 0)
 _DURATIONS = (
     "start_timeout_s",
     "ping_interval_s",
@@ -443,10 +443,6 @@ NGRAM_FIELDS = (
     "ngram_corpus",
 )
 """What draft workers take over as it is."""
-
-
-def _default(name: str) -> Any:
-    return DeployConfig.__dataclass_fields__[name].default
 
 
 def amounts(resources: Sequence[str]) -> dict[str, float]:
