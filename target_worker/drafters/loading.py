@@ -11,7 +11,7 @@ from outrider.drafting.config import GrowthConfig, step_defaults
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_loading import attention_of
-from outrider.engine.decoder_weights import weight_bytes
+from outrider.engine.decoder_weights import HEAD, weight_bytes
 from outrider.engine.eagle import load_eagle_head
 from outrider.engine.eagle_forward import EagleForward
 from outrider.engine.eagle_spec import read_eagle_spec
@@ -19,6 +19,7 @@ from outrider.engine.eagle_weights import open_head
 from outrider.engine.kv_memory import KvNeighbour, KvShape, step_bytes
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.packed_forward import Features
+from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.target_worker.drafters.model import DraftModel
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS
@@ -66,7 +67,8 @@ def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
         stored = open_head(folder)
         head = read_eagle_spec(folder, target_layers=len(model.layers), stored=stored.names)
         numbers, features = stored.number_count, (len(head.taps) + 1) * head.hidden_size
-        if target.tensor_parallel_size > 1 and not head.has_output and not model.tied_head:
+        is_embedding = model.tied_head and not SafetensorsSource(Path(target.model_path)).stores(HEAD)
+        if target.tensor_parallel_size > 1 and not head.has_output and not is_embedding:
             # A rank has a part of the target's output layer, and the head needs it whole.
             numbers += model.vocab_size * model.hidden_size
         fixed_bytes = numbers * dtype.itemsize + step_bytes(engine, head.layer, features=features)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.tiny_llama import SIZES, write_llama
 
@@ -96,12 +97,28 @@ def test_a_whole_output_layer_is_counted_where_ranks_share_the_targets(
     checkpoint: Path, tmp_path: Path, layout: EagleLayout, own_output: bool
 ):
     write_random_eagle(tmp_path, checkpoint, layout=layout, taps=(0, 1, 2), draft_vocab_size=61 if own_output else None)
-    one, two = (
-        room_for_draft(EngineConfig(model_path=checkpoint, tensor_parallel_size=ranks), tmp_path) for ranks in (1, 2)
-    )
-    assert two.bytes_per_slot == one.bytes_per_slot
     more = 0 if own_output else SIZES["vocab_size"] * SIZES["hidden_size"] * 4
-    assert two.fixed_bytes - one.fixed_bytes == more
+    assert more_on_two_ranks(checkpoint, tmp_path) == more
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_output_layer_that_is_the_embedding_is_not_counted_unless_another_is_stored(tmp_path: Path, stored: bool):
+    target, head = tmp_path / "target", tmp_path / "head"
+    write_llama(target, tie_word_embeddings=True)
+    if stored:
+        weights = load_file(target / "model.safetensors")
+        weights["lm_head.weight"] = -weights["model.embed_tokens.weight"]
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    head.mkdir()
+    write_random_eagle(head, target, layout="eagle3", taps=(0, 1, 2))
+    assert more_on_two_ranks(target, head) == (SIZES["vocab_size"] * SIZES["hidden_size"] * 4 if stored else 0)
+
+
+def more_on_two_ranks(target: Path, head: Path) -> int:
+    """Bytes that a head takes beside a target on two GPUs more than beside one on one GPU."""
+    one, two = (room_for_draft(EngineConfig(model_path=target, tensor_parallel_size=ranks), head) for ranks in (1, 2))
+    assert two.bytes_per_slot == one.bytes_per_slot
+    return two.fixed_bytes - one.fixed_bytes
 
 
 @pytest.mark.parametrize(
