@@ -72,10 +72,11 @@ class StandBy:
     Args:
         door: listens; closed here.
         owner_pid: the process with which it ends.
+        idle_s: it ends after so long without a worker.
     """
 
-    def __init__(self, door: socket.socket, *, owner_pid: int) -> None:
-        self._door = door
+    def __init__(self, door: socket.socket, *, owner_pid: int, idle_s: float = IDLE_S) -> None:
+        self._door, self._idle_s = door, idle_s
         self._children: dict[int, _Child] = {}
         self._owner = os.pidfd_open(owner_pid)
         self._selector = selectors.DefaultSelector()
@@ -86,7 +87,7 @@ class StandBy:
     def serve(self) -> Order | None:
         """Returns the order in every process that is forked, which is to `execute` it; None here, at the end."""
         while not self._is_over:
-            ready = self._selector.select(None if self._children else IDLE_S)
+            ready = self._selector.select(None if self._children else self._idle_s)
             if not ready and not self._children:
                 break
             for key, _ in ready:
