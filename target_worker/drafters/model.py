@@ -299,7 +299,8 @@ class ResidentModel:
             self._expansions.read(columns, lines, self._is_sent, self._ids_used)
             roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
             expanded = roots + max(int(gains[bucket]), 0) / GAIN_SCALE
-        if rows - lines > lines:
+        # A drafter that grows trees anew computes once more what its session's last round has committed.
+        if rows - lines > lines * (MOST_STEPS if self._regrows else 1):
             self.pace.note_prefill(step_ns)
         else:
             self.pace.note_step(number, expanded=expanded, sessions=sessions, step_ns=step_ns)

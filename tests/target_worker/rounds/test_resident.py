@@ -146,6 +146,21 @@ def test_rounds_are_saved(resident: Resident, reference_model):
         assert drafters == [1 << resident.drafter.source] * accepted(driver, number)
 
 
+def test_the_pace_learns_from_every_step(resident: Resident, reference_model):
+    noted: list[int] = []
+
+    class Noting(FixedSteps):
+        def note_step(self, number: int, *, expanded: float, sessions: int, step_ns: int) -> None:
+            noted.append(number)
+
+    resident.drafter.pace = Noting(3)
+    driver = Driver(resident.loop)
+    driver.open(1, GREEDY, plain_decode(reference_model, PROMPT, GREEDY).tokens, no_tree)
+    driver.run()
+    # Whatever the round before has committed; the first step of a session computes its prompt.
+    assert noted.count(0) >= noted.count(2) - 1 > 2
+
+
 def test_log_probabilities_are_those_without_nodes(resident: Resident, reference_model):
     spec = SPECS["logprobs"]
     outputs = []
