@@ -36,19 +36,20 @@ pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]
 
 
-@pytest.fixture(scope="module", params=["model", "head"])
+@pytest.fixture(scope="module", params=["model", "head", "block"])
 def draft_folder(
     request: pytest.FixtureRequest,
     checkpoint: Path,
     reference_model: LlamaForCausalLM,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A drafter that is often right: the target with noise in its weights, or a head that knows the texts."""
+    """A drafter that is often right: the target with noise in its weights, or a head or block that knows the texts."""
     torch.manual_seed(9)
     folder = tmp_path_factory.mktemp("draft")
-    if request.param == "head":
+    if request.param != "model":
         texts = [[*PROMPT, *plain_decode(reference_model, PROMPT, spec).tokens] for spec in SPECS.values()]
-        return write_tiny_head(folder, checkpoint, reference_model, texts)
+        block_size = 4 if request.param == "block" else None
+        return write_tiny_head(folder, checkpoint, reference_model, texts, block_size=block_size)
     draft = LlamaForCausalLM(reference_model.config)
     draft.load_state_dict(reference_model.state_dict())
     with torch.no_grad():
