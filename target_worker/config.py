@@ -21,8 +21,9 @@ class TargetWorkerConfig:
 
     Attributes:
         model_path: checkpoint folder; default the embedded target.
-        draft_model: checkpoint folder of a draft model, or of an EAGLE head of this target, that grows trees inside
-            this worker, on its device and with a share of its memory for KV: for a machine with one GPU. Default: none.
+        draft_model: checkpoint folder of a draft model, or of an EAGLE head or block drafter of this target, that grows
+            trees inside this worker, on its device and with a share of its memory for KV: for a machine with one GPU.
+            Default: none.
         draft_branching: children of a node that it grows; 1 grows chains, to compare trees with.
         max_draft_steps: most growth steps before a round, 1 to 8; 1 as above, to compare with a drafter that guesses
             one token a round.

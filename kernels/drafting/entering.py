@@ -4,7 +4,7 @@ The head's row of a token reads the hidden row before it: the target's, as far a
 head's own. With t the index of the row's token:
 
     committed token     hidden[r] = features[target_table[row, t - 1]]; zeros for the first token, t = 0
-    entry               hidden[r] = grown[slot of the parent's row]
+    entry               hidden[r] = grown[slot of the parent's row]; zeros without `grown`
 
 The first token has no hidden row before it, and published heads have no row for it: it is no key of any other row, and
 the others count from the second token on. So positions, prefixes, the start of the tree and the number of keys are all
@@ -56,7 +56,7 @@ def enter_rows(
     table: torch.Tensor,
     target_table: torch.Tensor,
     features: torch.Tensor,
-    grown: torch.Tensor,
+    grown: torch.Tensor | None,
     *,
     count: int | None = None,
 ) -> Entering:
@@ -67,7 +67,7 @@ def enter_rows(
         table: [S, ..] int32, KV slots of that pool's rows.
         target_table: [S, ..] int32, KV slots of the target's rows.
         features: [slots, F] bfloat16, float16 or float32, the target's hidden rows by KV slot.
-        grown: [slots, F], the head's own by KV slot of its own, in the dtype of `features`.
+        grown: [slots, F], the head's own by KV slot of its own, in the dtype of `features`; None where it has none.
         count: rows of the step without padding; where it is not known, padding takes part.
 
     Returns:
@@ -108,7 +108,7 @@ def enter_rows(
         table,
         target_table,
         features,
-        grown,
+        features if grown is None else grown,
         rows,
         sessions,
         table.shape[1],
@@ -117,6 +117,7 @@ def enter_rows(
         W=words,
         BLOCK_BITS=triton.next_power_of_2(64 * words),
         BLOCK=block,
+        HAS_GROWN=grown is not None,
         num_warps=min(max(block // 512, 1), 8),
     )
     return found
@@ -127,7 +128,7 @@ def enter_rows_reference(
     table: torch.Tensor,
     target_table: torch.Tensor,
     features: torch.Tensor,
-    grown: torch.Tensor,
+    grown: torch.Tensor | None,
     *,
     count: int | None = None,
 ) -> Entering:
@@ -141,8 +142,11 @@ def enter_rows_reference(
     parent = torch.where(keys < keys.amax(dim=1, keepdim=True), keys, -1).amax(dim=1)
     parent_slot = table[pool_rows, (prefix_len + parent).clamp(min=0)].clamp(min=0).long()
     target_slot = target_table[pool_rows, index.clamp(min=0).masked_fill(is_entry, 0)].clamp(min=0).long()
-    hidden = torch.where(is_entry[:, None], grown[parent_slot], features[target_slot])
     is_blank = (entries == PADDING) | (~is_entry & (index < 0))
+    if grown is None:
+        hidden, is_blank = features[target_slot], is_blank | is_entry
+    else:
+        hidden = torch.where(is_entry[:, None], grown[parent_slot], features[target_slot])
     shifted = (positions, prefix_len, packed.tree_start, packed.key_len)
     return Entering(hidden.masked_fill(is_blank[:, None], 0), *((column - 1).clamp(min=0) for column in shifted))
 
@@ -174,6 +178,7 @@ def _enter_rows_kernel(
     W: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_GROWN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if row < sessions:
@@ -187,7 +192,7 @@ def _enter_rows_kernel(
         column = tl.arange(0, BLOCK)
         kept = column < size
         hidden = tl.zeros((BLOCK,), features_ptr.dtype.element_ty)
-        if entry >= 0:
+        if HAS_GROWN and entry >= 0:
             pool_row = tl.load(pool_rows_ptr + session).to(tl.int64)
             bit = tl.arange(0, BLOCK_BITS)
             word = tl.load(tree_mask_ptr + row * W + (bit >> 6), mask=bit < 64 * W, other=0)
@@ -195,7 +200,7 @@ def _enter_rows_kernel(
             parent = tl.max(tl.where(keys < tl.max(keys, 0), keys, -1), 0)
             slot = tl.load(table_ptr + pool_row * table_width + tl.maximum(prefix_len + parent, 0))
             hidden = tl.load(grown_ptr + tl.maximum(slot, 0).to(tl.int64) * size + column, mask=kept, other=0.0)
-        elif (entry != _PADDING) & (index >= 0):
+        elif (entry < 0) & (entry != _PADDING) & (index >= 0):
             pool_row = tl.load(pool_rows_ptr + session).to(tl.int64)
             slot = tl.load(target_table_ptr + pool_row * target_width + index)
             hidden = tl.load(features_ptr + tl.maximum(slot, 0).to(tl.int64) * size + column, mask=kept, other=0.0)

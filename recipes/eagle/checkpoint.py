@@ -1,9 +1,14 @@
-"""The target as the recipe's module, and the trained head as a checkpoint in the published layout of EAGLE-3."""
+"""The target as the recipe's module, and the trained head as a checkpoint in the published layout of EAGLE-3.
+
+A block drafter has the layout of a head, with three tensors and two numbers more.
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from block import Block
 from export import load_checkpoint, shape_of_checkpoint
 from head import Eagle3
 from llama import Llama
@@ -20,12 +25,17 @@ def load_head(head: Eagle3, folder: Path) -> None:
     """Takes the weights of a head that `save_head` wrote.
 
     Where it had fewer feed-forward units, or fewer query heads of its one key and value head, the others keep what they
-    begin with: they write nothing yet, so the function is the same.
+    begin with: they write nothing yet, so the function is the same. Where it had more units, those of the largest
+    weights are taken. What it had not at all keeps what it begins with too.
     """
-    held = load_file(folder / "model.safetensors")
+    held = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+    gate, up, down = (f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    size = held[gate].norm(dim=1) * held[up].norm(dim=1) * held[down].norm(dim=0)
+    units = size.topk(min(len(size), head.shape.intermediate_size)).indices.sort().values
+    held |= {gate: held[gate][units], up: held[up][units], down: held[down][:, units]}
     for name, parameter in head.state_dict().items():
-        given = held[name].float()
-        parameter[tuple(slice(size) for size in given.shape)] = given
+        if name in held:
+            parameter[tuple(slice(size) for size in held[name].shape)] = held[name]
 
 
 def save_head(head: Eagle3, folder: Path, *, bos: int = END_OF_TEXT_ID, eos: int = END_OF_TEXT_ID) -> None:
@@ -36,7 +46,7 @@ def save_head(head: Eagle3, folder: Path, *, bos: int = END_OF_TEXT_ID, eos: int
     save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)  # safetensors keeps its files to the user
     shape = head.shape
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "attention_bias": False,
@@ -59,4 +69,8 @@ def save_head(head: Eagle3, folder: Path, *, bos: int = END_OF_TEXT_ID, eos: int
         "tie_word_embeddings": False,
         "vocab_size": shape.vocab_size,
     }
+    if isinstance(head, Block):
+        config["architectures"] = ["LlamaForCausalLMEagle3Block"]
+        config["block_size"] = head.mask_embedding.num_embeddings
+        config["block_rank"] = head.previous.out_features
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -10,6 +10,8 @@ Parameters carry the names of published checkpoints.
 Shapes: N sequences, T rows, C hidden channels, F features (3 C), V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from llama import GatedMLP, Llama, LlamaShape, RMSNorm, project, rotary_tables, rotate
 from torch import Tensor, nn
@@ -79,7 +81,9 @@ class Eagle3(nn.Module):
         """Begins with the norm that the target's output layer is used to."""
         self.norm.weight.data.copy_(target.model.norm.weight)
 
-    def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
+    def unroll(
+        self, features: Tensor, embedded: Tensor, steps: int, wanted: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Normed hidden rows of `steps` drafting steps, each on the hidden rows of the one before.
 
         Row i of each reads the token after position i + steps - 1: all steps look at the same places.
@@ -91,9 +95,10 @@ class Eagle3(nn.Module):
             features: [N, T, F] of the target.
             embedded: [N, T, C] of the tokens after the rows.
             steps: how many.
+            wanted: those that are returned; None: all.
 
         Returns:
-            `steps` times [N, T + 1 - steps, C].
+            For each wanted step [N, T + 1 - steps, C].
         """
         layer, dtype = self.midlayer, features.dtype
         length = features.shape[1]
@@ -113,7 +118,7 @@ class Eagle3(nn.Module):
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             normed.append(self.norm(hidden[:, steps - 1 - step : length - step]))
             entering = hidden
-        return normed
+        return normed if wanted is None else [normed[step] for step in wanted]
 
 
 def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

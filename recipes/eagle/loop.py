@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from head import Eagle3, target_rows
@@ -82,11 +83,10 @@ def _learn(
     logits, temperature = logits[:, unroll:].flatten(0, 1), row_temperatures(chosen_at[:, unroll:])
     embedding = target.model.embed_tokens.weight
     embedded = functional.embedding(tokens[:, 1:], embedding).to(dtype)
-    normed = head.unroll(features[:, :-1], embedded, unroll)
     output = embedding.to(dtype)
     total, losses = torch.zeros((), device=tokens.device), {}
-    for place in drawn:
-        rows = normed[place].flatten(0, 1)
+    for place, normed in zip(drawn, head.unroll(features[:, :-1], embedded, unroll, drawn), strict=True):
+        rows = normed.flatten(0, 1)
         with torch.no_grad():
             kl, variation, gradient = judge(functional.linear(rows, output), logits, temperature)
             towards = gradient @ output * (recipe.step_share**place / len(rows))
@@ -98,17 +98,33 @@ def _learn(
 
 
 @torch.no_grad()
-def measure(head: Eagle3, target: Llama, windows: Tensor, recipe: Recipe) -> list[dict[str, float]]:
-    """Return by drafting step how often the largest entries agree, and the overlap, on windows [N, T]."""
-    dtype = compute_dtype(windows.device)
+def measure(head: Eagle3, target: Llama, windows: Tensor, recipe: Recipe) -> dict[str, Any]:
+    """Return what the head is worth on windows [N, T], on the text as it stands.
+
+    Returns:
+        Of each drafting step, how often the largest entries agree and the overlap; and the tokens of a round whose
+        chain of `unroll` nodes is accepted as far as the largest entries agree.
+    """
+    dtype, unroll = compute_dtype(windows.device), recipe.unroll
     output = target.model.embed_tokens.weight.to(dtype)
-    sums = torch.zeros(recipe.unroll, 2, device=windows.device)
+    sums = torch.zeros(unroll, 2, device=windows.device)
+    accepted = roots = 0
     for tokens in windows[:, None].long():
         features, logits = target_rows(target, tokens, head.taps, dtype)
+        p = logits[0, unroll:].float()
         embedded = functional.embedding(tokens[:, 1:], target.model.embed_tokens.weight).to(dtype)
-        for step, rows in enumerate(head.unroll(features[:, :-1], embedded, recipe.unroll)):
-            q, p = functional.linear(rows, output).float(), logits[:, recipe.unroll :].float()
-            sums[step, 0] += (q.argmax(-1) == p.argmax(-1)).float().mean()
+        agrees = []
+        for step, rows in enumerate(head.unroll(features[:, :-1], embedded, unroll)):
+            q = functional.linear(rows[0], output).float()
+            agrees.append(q.argmax(-1) == p.argmax(-1))
+            sums[step, 0] += agrees[-1].float().mean()
             sums[step, 1] += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).mean()
+        # Steps look at the same places: those of one root stand one after the other.
+        count = len(p) + 1 - unroll
+        chains = torch.stack([agree[step : step + count] for step, agree in enumerate(agrees)])
+        accepted, roots = accepted + int(chains.cumprod(0).sum()), roots + count
     means = (sums / len(windows)).tolist()
-    return [{"agreement": round(agreement, 4), "overlap": round(overlap, 4)} for agreement, overlap in means]
+    return {
+        "held_out": [{"agreement": round(agreement, 4), "overlap": round(overlap, 4)} for agreement, overlap in means],
+        "acceptance_length": round(1 + accepted / roots, 3),
+    }

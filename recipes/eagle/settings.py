@@ -1,4 +1,4 @@
-"""What the head is and how it is trained: the full recipe, and one of a few seconds to try the recipe itself."""
+"""What a head and a block drafter are and how they are trained, and a few seconds of it to try the recipe itself."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,8 @@ class Recipe:
         windows: of a step.
         seconds: how long the loop runs; learning rates follow the clock.
         measured: windows that are not trained on.
-        begin_with: folder of a head to go on with; empty: fresh weights.
+        begin_with: folder of a head to go on with, from the project's on; empty: fresh weights.
+        rank: of the block drafter's bias by the token before; 0: a head is trained.
     """
 
     shape: LlamaShape
@@ -37,6 +38,12 @@ class Recipe:
     seconds: float = 600.0
     measured: int = 32
     begin_with: str = ""
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of what is trained, and of its folder among the models."""
+        return "block" if self.rank else "eagle"
 
 
 FULL = Recipe(
@@ -48,14 +55,31 @@ FULL = Recipe(
     # One token more than rows.
     windows=TrainingConfig(steps=1, batch_sequences=32, sequence_tokens=1025, matrix_lr=0.02, other_lr=0.004, seed=4),
 )
-TINY = replace(
+BLOCK = replace(
     FULL,
-    written=SamplingConfig(rounds=1, sequences=10, tokens=24, prompt_tokens=16),
-    windows=replace(FULL.windows, batch_sequences=2, sequence_tokens=32, compile=False),
-    text_tokens=4_000,
-    seconds=2.0,
-    measured=2,
+    # As large as 4 MB allow.
+    shape=replace(FULL.shape, intermediate_size=704),
+    # What a CPU of one core with matrix units gets through in half an hour.
+    written=SamplingConfig(rounds=4, sequences=576),
+    windows=replace(FULL.windows, batch_sequences=4, sequence_tokens=257, matrix_lr=0.004, other_lr=0.002),
+    text_tokens=300_000,
+    seconds=1500.0,
+    # Its first step is the head's.
+    begin_with="src/outrider/models/eagle",
+    rank=64,
 )
+
+
+def tiny(recipe: Recipe) -> Recipe:
+    """Return a recipe of a few seconds, to try the recipe itself."""
+    return replace(
+        recipe,
+        written=SamplingConfig(rounds=1, sequences=10, tokens=24, prompt_tokens=16),
+        windows=replace(recipe.windows, batch_sequences=2, sequence_tokens=32, compile=False),
+        text_tokens=4_000,
+        seconds=2.0,
+        measured=2,
+    )
 
 
 def for_target(recipe: Recipe, target: LlamaShape) -> Recipe:

@@ -1,16 +1,18 @@
-"""Trains the EAGLE-3 head of the embedded target: text, training, report, checkpoint.
+"""Trains the EAGLE-3 head of the embedded target, or its block drafter: text, training, report, checkpoint.
 
     python recipes/eagle/train.py
+    python recipes/eagle/train.py --block
 
-does everything and replaces the head in src/outrider/models/eagle. For another target, such as SmolLM2, the text is
-what recipes/smollm2/train.py has had it write, and the head ends up in WORK/head:
+does everything and replaces the head in src/outrider/models/eagle, or the block drafter in src/outrider/models/block,
+which begins as a smaller copy of the head. What was interrupted goes on with `--begin-with WORK/head`. For another
+target, such as SmolLM2, the text is what recipes/smollm2/train.py has had it write, and the head ends up in WORK/head:
 
     python recipes/eagle/train.py --target TARGET --conversations TEXT --work WORK
 
 The stages can run on different machines over one work folder: `--stages text` reads the installed packages,
 `--stages train` wants a GPU.
 
-What is trained is how the head is used: it drafts several tokens on its own hidden rows (EAGLE-3's "training-time
+What is trained is how a drafter is used: a head drafts several tokens on its own hidden rows (EAGLE-3's "training-time
 test", arXiv 2503.01840), on source code and on what the target itself writes, towards the target's distribution.
 """
 
@@ -21,6 +23,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -30,7 +33,8 @@ sys.path[:0] = [str(ROOT / "recipes" / "embedded_pair")]
 # Behind everything: its train.py is another one.
 sys.path.append(str(ROOT / "recipes" / "smollm2"))
 
-from checkpoint import load_head, load_target, save_head  # noqa: E402 the recipes must be found first
+from block import Block  # noqa: E402 the recipes must be found first
+from checkpoint import load_head, load_target, save_head  # noqa: E402
 from conversations import NO_ANSWER, read_shards  # noqa: E402
 from distillation import batches  # noqa: E402
 from export import shape_of_checkpoint  # noqa: E402
@@ -38,7 +42,7 @@ from head import Eagle3  # noqa: E402
 from llama import Llama  # noqa: E402
 from loop import measure, run_loop  # noqa: E402
 from sampling import write_texts  # noqa: E402
-from settings import FULL, TINY, Recipe, for_target  # noqa: E402
+from settings import BLOCK, FULL, Recipe, for_target, tiny  # noqa: E402
 from tokenization import END_OF_TEXT_ID  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -102,13 +106,25 @@ def pair_text(recipe: Recipe, target: Llama, work: Path, device: torch.device) -
     kept = recipe.measured * length + 1
     held_out, source = source[-kept:-1].unflatten(0, (-1, length)).clone(), source[:-kept]
     held_out[:, 0] = END_OF_TEXT_ID
-    written, chosen_at = write_texts(target, source, recipe.written, compute_dtype(device))
+    written, chosen_at = _written_text(recipe, target, source, work / "written.pt")
     # Nobody chose the source's tokens: what is asked there is what temperature 1 asks.
     stream, temperatures = torch.cat((source, written)), torch.cat((torch.full_like(source, 100), chosen_at))
     # The same windows of both, since the seed decides which.
     both = zip(token_windows(stream, recipe.windows), token_windows(temperatures, recipe.windows), strict=True)
     windows = ((tokens, at) for (tokens, _), (_, at) in both)
     return Text(windows=windows, held_out=held_out, source_tokens=len(source), written_tokens=len(written))
+
+
+def _written_text(recipe: Recipe, target: Llama, source: Tensor, file: Path) -> tuple[Tensor, Tensor]:
+    """What the target writes, as `write_texts` returns it; an earlier run's, if that was asked for the same."""
+    asked = {"written": asdict(recipe.written), "source": sha256(source.cpu().numpy().tobytes()).hexdigest()}
+    if file.is_file():
+        held = torch.load(file, map_location=source.device)
+        if held["asked"] == asked:
+            return held["texts"]
+    texts = write_texts(target, source, recipe.written, compute_dtype(source.device))
+    torch.save({"asked": asked, "texts": texts}, file)
+    return texts
 
 
 def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Text:
@@ -136,10 +152,13 @@ def train(recipe: Recipe, place: Workplace) -> None:
     else:
         text = conversation_text(recipe, place.conversations, device)
     torch.manual_seed(recipe.windows.seed)
-    head = Eagle3(recipe.shape, recipe.taps).to(device)
+    if recipe.rank:
+        head = Block(recipe.shape, recipe.taps, steps=recipe.unroll, rank=recipe.rank).to(device)
+    else:
+        head = Eagle3(recipe.shape, recipe.taps).to(device)
     head.start_from(target)
     if recipe.begin_with:
-        load_head(head, Path(recipe.begin_with))
+        load_head(head, ROOT / recipe.begin_with)
     logger.info("%.3f M parameters", sum(p.numel() for p in head.parameters()) / 1e6)
     ends = json.loads((place.target / "config.json").read_text(encoding="utf-8"))
 
@@ -154,26 +173,32 @@ def train(recipe: Recipe, place: Workplace) -> None:
         "steps": steps,
         "source_tokens": text.source_tokens,
         "written_tokens": text.written_tokens,
-        "held_out": measure(head, target, text.held_out, recipe),
+        **measure(head, target, text.held_out, recipe),
     }
+    if recipe.rank and place.conversations is None:
+        other = Eagle3(FULL.shape, FULL.taps).to(device)
+        load_head(other, MODELS / "eagle")
+        report["head"] = measure(other, target, text.held_out, recipe)
     save()
     (work / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def install(work: Path) -> None:
-    """Replaces the head that the repository carries, and the report."""
-    shutil.rmtree(MODELS / "eagle", ignore_errors=True)
-    shutil.copytree(work / "head", MODELS / "eagle")
-    shutil.copy(work / "report.json", Path(__file__).with_name("report.json"))
+def install(recipe: Recipe, work: Path) -> None:
+    """Replaces the drafter that the repository carries, and its report."""
+    shutil.rmtree(MODELS / recipe.name, ignore_errors=True)
+    shutil.copytree(work / "head", MODELS / recipe.name)
+    report = "block_report.json" if recipe.rank else "report.json"
+    shutil.copy(work / "report.json", Path(__file__).with_name(report))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the chosen stages in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, help="default: all; with --conversations, train alone")
+    parser.add_argument("--block", action="store_true", help="train a block drafter")
     parser.add_argument("--target", type=Path, default=MODELS / "target", help="checkpoint folder; default: embedded")
     parser.add_argument("--conversations", type=Path, help="text of another target, by recipes/smollm2/train.py")
-    parser.add_argument("--work", type=Path, default=ROOT / "corpus" / "eagle", help="folder for everything in between")
+    parser.add_argument("--work", type=Path, help="folder for everything in between; default: corpus/eagle or block")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="of the training loop")
     parser.add_argument("--sequences", type=int, help="that the target writes in a round")
@@ -186,20 +211,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
     parser.add_argument("--decay-share", type=float, help="of the time, in which learning rates fall to zero")
-    parser.add_argument("--begin-with", help="folder of a head to go on with")
+    parser.add_argument("--begin-with", type=Path, help="folder of a head to go on with")
     parser.add_argument("--matrix-lr", type=float, help="learning rate of the matrices")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a few seconds of each stage, to try the recipe itself")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    recipe, work, device = _recipe(options), options.work, torch.device(options.device)
+    recipe, device = _recipe(options), torch.device(options.device)
+    work = options.work or ROOT / "corpus" / recipe.name
     place = Workplace(work=work, device=device, target=options.target, conversations=options.conversations)
     work.mkdir(parents=True, exist_ok=True)
     chosen = options.stages or (STAGES if options.conversations is None else ("train",))
     stages = {
         "text": lambda: read_text(recipe, work),
         "train": lambda: train(recipe, place),
-        "install": lambda: install(work),
+        "install": lambda: install(recipe, work),
     }
     for name in STAGES:
         if name in chosen:
@@ -208,7 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _recipe(options: argparse.Namespace) -> Recipe:
     """The full or the tiny recipe with what the options change."""
-    recipe = TINY if options.tiny else FULL
+    recipe = BLOCK if options.block else FULL
+    recipe = tiny(recipe) if options.tiny else recipe
     if options.conversations is not None:
         recipe = for_target(recipe, shape_of_checkpoint(options.target))
     windows = {
@@ -226,7 +253,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         "seconds": options.seconds,
         "unroll": options.unroll,
         "judged": options.judged,
-        "begin_with": options.begin_with,
+        "begin_with": None if options.begin_with is None else str(options.begin_with.resolve()),
         "taps": None if options.taps is None else tuple(options.taps),
         "windows": replace(recipe.windows, **{name: value for name, value in windows.items() if value is not None}),
         "written": replace(recipe.written, **{name: value for name, value in written.items() if value is not None}),

@@ -8,11 +8,12 @@ import torch
 
 from outrider.checkpoint_json import is_eagle_head
 from outrider.drafting.config import GrowthConfig, step_defaults
+from outrider.engine.block_forward import BlockForward
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_loading import attention_of
 from outrider.engine.decoder_weights import HEAD, weight_bytes
-from outrider.engine.eagle import load_eagle_head
+from outrider.engine.eagle import BlockHead, load_eagle_head
 from outrider.engine.eagle_forward import EagleForward
 from outrider.engine.eagle_spec import read_eagle_spec
 from outrider.engine.eagle_weights import open_head
@@ -71,9 +72,14 @@ def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
         if target.tensor_parallel_size > 1 and not head.has_output and not is_embedding:
             # A rank has a part of the target's output layer, and the head needs it whole.
             numbers += model.vocab_size * model.hidden_size
+        if head.is_block:
+            # The logits of a block for each session, as computed and as kept, and the two tables of the bias.
+            numbers += 2 * (target.max_num_seqs + 1) * head.block_size * head.draft_vocab_size
+            numbers += head.block_rank * (head.layer.vocab_size + head.draft_vocab_size)
         fixed_bytes = numbers * dtype.itemsize + step_bytes(engine, head.layer, features=features)
-        # Beside its KV, of every token a hidden row of the target's and one of its own.
-        slot_bytes = KvShape(head.layer, engine).bytes_per_slot + 2 * head.hidden_size * dtype.itemsize
+        # Beside its KV, of every token a hidden row of the target's and, of a head, one of its own.
+        hidden_rows = 1 if head.is_block else 2
+        slot_bytes = KvShape(head.layer, engine).bytes_per_slot + hidden_rows * head.hidden_size * dtype.itemsize
     else:
         spec, _ = read_checkpoint(engine)
         fixed_bytes = weight_bytes(spec, dtype) + step_bytes(engine, spec)
@@ -134,10 +140,11 @@ def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, 
             "target: lower kv_cache_memory_fraction, kv_bytes or num_slots"
         ) from error
     features = Features(layers=head.taps, fuse=head.fuse, by_slot=by_slot)
+    is_block = isinstance(head, BlockHead)
+    make_forward = partial(BlockForward, head) if is_block else partial(EagleForward, head)
     return DraftModel(
         make_forward=partial(
-            EagleForward,
-            head,
+            make_forward,
             features,
             caches=shape.caches(num_slots, target.device),
             sessions=engine.max_num_seqs,
@@ -150,6 +157,7 @@ def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, 
         vocab_size=head.vocab_size,
         captures=engine.captures,
         features=features,
+        max_depth=head.block_size if is_block else None,
     )
 
 

@@ -1,14 +1,17 @@
 """A drafter in the target worker: it grows the pools of the rounds on the device that verifies them.
 
-It is a draft model, or an EAGLE head that reads the target's hidden states. The growth step is a draft worker's, with a
-pool and KV slots of its own. What passes between the two sides over the network elsewhere passes in device memory here,
-in the order of one stream:
+It is a draft model, or an EAGLE head or block drafter that reads the target's hidden states. The growth step is a draft
+worker's, with a pool and KV slots of its own. What passes between the two sides over the network elsewhere passes in
+device memory here, in the order of one stream:
 
     follow    in each round, behind re-root: rows open and close as the target's, committed tokens leave the trees
     grow      before a round: steps, each of which ends with its new nodes in the target's pool
 
 Rows have the same numbers in both pools. The host puts no records to the drafter and waits for nothing. It decides how
 many steps run, and reads their reports with that of the round that followed them, for the calibration.
+
+A block drafter is a head whose first step of a round answers for the further ones: these grow the tree's next levels
+from it, and no path is longer than its block.
 
 A head computes committed tokens once more from the target's hidden states, and grows what hangs below them anew. It
 begins with a session once the target has computed its prompt: its rows have the target's states.
@@ -31,6 +34,7 @@ from outrider.drafting import expansions
 from outrider.drafting.config import GrowthConfig
 from outrider.drafting.expansions import Expansions
 from outrider.drafting.program import GrowthProgram
+from outrider.engine.block_forward import BlockForward
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.packed_forward import Features, ForwardPass
 from outrider.growth_source import GrowthSource
@@ -64,6 +68,7 @@ class DraftModel:
         vocab_size: columns of its logits.
         captures: whether its steps are CUDA graphs.
         features: hidden rows of the target that a head reads; None for a model.
+        max_depth: most nodes of a path; None where its trees may be as deep as they are large.
     """
 
     make_forward: Callable[[torch.Tensor], ForwardPass]
@@ -73,6 +78,7 @@ class DraftModel:
     vocab_size: int
     captures: bool
     features: Features | None = None
+    max_depth: int | None = None
 
     @classmethod
     def of_runner(cls, runner: ModelRunner, growth: GrowthConfig, *, most_steps: int = MOST_STEPS) -> Self:
@@ -107,8 +113,9 @@ class ResidentProgram(GrowthProgram):
     def __init__(
         self, draft: DraftModel, calibration: AcceptanceCalibration, pool: Pool, *, place: int, records: int
     ) -> None:
+        forward = draft.make_forward(pool.table)
         super().__init__(
-            draft.make_forward(pool.table),
+            forward,
             draft.growth,
             calibration,
             sessions=pool.sessions,
@@ -119,6 +126,7 @@ class ResidentProgram(GrowthProgram):
             # One more than is ever unread: of early words there is a buffer less.
             ahead=_ROUNDS_AHEAD * MOST_STEPS + 1,
             regrows=draft.features is not None,
+            read=forward.read if isinstance(forward, BlockForward) else None,
         )
         self._target, self._place, self._source = pool, place, draft.source
         self._followed, self._follow_verdicts = self._column(records, WORDS), self._column(records)
@@ -193,7 +201,7 @@ class ResidentModel:
     def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
         growth = draft.growth
         self.place, self.source, self._growth, self._capacity = place, draft.source, growth, pool.capacity
-        self._regrows = draft.features is not None
+        self._regrows, self._max_depth = draft.features is not None, draft.max_depth or growth.capacity
         self.calibration = AcceptanceCalibration(
             branching=max(growth.branching, 2),
             prior_strength=growth.prior_strength,
@@ -231,7 +239,7 @@ class ResidentModel:
             # Half a pool: draft workers have the rest.
             max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching)
             * session.is_drafted_by(self.source),
-            max_depth=min(session.max_depth, self._growth.capacity),
+            max_depth=min(session.max_depth, self._max_depth),
         )
 
     def follow(
@@ -268,7 +276,7 @@ class ResidentModel:
         processes = any(session.sampling.has_processors for session in sessions)
         for number in range(count):
             bucket = self._program.choose(*self._early[number], len(sessions))
-            self._program.launch(bucket, processes=processes)
+            self._program.launch(bucket, processes=processes, is_first=number == 0)
             self._under_way.append((number, bucket, len(sessions)))
         return count
 
@@ -299,7 +307,8 @@ class ResidentModel:
             self._expansions.read(columns, lines, self._is_sent, self._ids_used)
             roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
             expanded = roots + max(int(gains[bucket]), 0) / GAIN_SCALE
-        if rows - lines > lines:
+        # A drafter that grows trees anew computes once more what its session's last round has committed.
+        if rows - lines > lines * (MOST_STEPS if self._regrows else 1):
             self.pace.note_prefill(step_ns)
         else:
             self.pace.note_step(number, expanded=expanded, sessions=sessions, step_ns=step_ns)

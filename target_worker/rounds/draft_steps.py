@@ -6,6 +6,7 @@ A step pays while the nodes that it adds bring more tokens than the target commi
 
     value    what a step expands, for each session: 1 for a root, else the chance that verification reaches the node;
              learned for the first, second, .. step of a round
+    time     of a step, learned likewise: the first one has more rows, and of a block drafter the only pass
     yield    tokens that a round gains per value that its steps have expanded: accepted nodes, less what the target
              would have committed in the time that verifying nodes has taken
 
@@ -37,7 +38,9 @@ class DraftSteps:
     def __init__(self, most: int = MOST_STEPS) -> None:
         self._most = most
         self._values = [_PRIOR_DECAY**number for number in range(MOST_STEPS)]
-        self._step_ns = self._tokens = self._time_ns = self._saved_ns = 0.0
+        # By number in the round; 0 of steps that have not run yet.
+        self._step_ns = [0.0] * MOST_STEPS
+        self._tokens = self._time_ns = self._saved_ns = 0.0
         self._gained, self._expanded = _PRIOR_YIELD, 1.0
 
     def choose(self, sessions: int) -> int:
@@ -48,14 +51,17 @@ class DraftSteps:
         """
         if not sessions:
             return 0
-        if not self._time_ns or not self._step_ns:
+        if not self._time_ns or not self._step_ns[0]:
             return min(_FIRST_STEPS, self._most)
-        least = self._tokens / self._time_ns * self._step_ns
+        rate = self._tokens / self._time_ns
         each = max(self._gained, 0.0) / self._expanded * sessions
-        sums = [0.0, *accumulate(each * value - least for value in self._values[: self._most])]
+        # A step that has not run yet is taken to be as long as the one before it.
+        times_ns = list(accumulate(self._step_ns[: self._most], lambda before, own: own or before))
+        gains = (each * value - rate * step_ns for value, step_ns in zip(self._values, times_ns, strict=False))
+        sums = [0.0, *accumulate(gains)]
         count = sums.index(max(sums))
-        if count < self._most and self._saved_ns >= self._step_ns:
-            self._saved_ns -= self._step_ns
+        if count < self._most and self._saved_ns >= times_ns[count]:
+            self._saved_ns -= times_ns[count]
             count += 1
         return count
 
@@ -69,12 +75,14 @@ class DraftSteps:
             step_ns: what it took.
         """
         self._values[number] += _STEP_SHARE * (expanded / sessions - self._values[number])
-        share = _STEP_SHARE if self._step_ns else 1.0
-        self._step_ns += share * (step_ns - self._step_ns)
+        share = _STEP_SHARE if self._step_ns[number] else 1.0
+        self._step_ns[number] += share * (step_ns - self._step_ns[number])
 
     def note_prefill(self, step_ns: int) -> None:
         """Take note of a step that has computed prompts for the most part: what it is worth comes with later ones."""
-        self._saved_ns = max(self._saved_ns - max(step_ns - self._step_ns, 0.0), -_MOST_SAVED_STEPS * self._step_ns)
+        self._saved_ns = max(
+            self._saved_ns - max(step_ns - self._step_ns[0], 0.0), -_MOST_SAVED_STEPS * self._step_ns[0]
+        )
 
     def note_round(
         self, *, tokens: int, accepted: int, round_ns: int, plain_ns: int, steps: Sequence[tuple[float, int]]
@@ -98,4 +106,4 @@ class DraftSteps:
         if gained or expanded:
             self._gained += _YIELD_SHARE * (gained - self._gained)
             self._expanded = max(self._expanded + _YIELD_SHARE * (expanded - self._expanded), _LEAST_EXPANDED)
-        self._saved_ns = min(self._saved_ns + _EXPLORED * time_ns, _MOST_SAVED_STEPS * self._step_ns)
+        self._saved_ns = min(self._saved_ns + _EXPLORED * time_ns, _MOST_SAVED_STEPS * max(self._step_ns))

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from outrider.checkpoint_json import is_eagle_head
 from outrider.errors import CheckpointError
-from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
+from outrider.models import embedded_block_path, embedded_draft_path, embedded_eagle_path, embedded_target_path
 
 
 def write_folder(folder: Path, config: dict[str, object], *names: str) -> Path:
@@ -20,7 +20,7 @@ def write_folder(folder: Path, config: dict[str, object], *names: str) -> Path:
 
 
 def test_heads_are_told_from_models(tmp_path: Path):
-    assert is_eagle_head(embedded_eagle_path())
+    assert is_eagle_head(embedded_eagle_path()) and is_eagle_head(embedded_block_path())
     assert not is_eagle_head(embedded_target_path()) and not is_eagle_head(embedded_draft_path())
     llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     # Those of the first layout call themselves Llama.

@@ -1,4 +1,4 @@
-"""The head as it is trained is the head as it serves: the recipe's unrolled drafting and the engine's; its loop."""
+"""A head or block drafter as it is trained is what serves: the recipe's drafting and the engine's; the loop."""
 
 import importlib
 import json
@@ -13,9 +13,9 @@ from tests.recipes.importing import import_train
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.eagle import EagleHead, load_eagle_head
+from outrider.engine.eagle import BlockHead, EagleHead, load_eagle_head
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
-from outrider.models import embedded_eagle_path, embedded_target_path
+from outrider.models import embedded_block_path, embedded_eagle_path, embedded_target_path
 
 HIDDEN, VOCAB, LENGTH, STEPS = 32, 61, 9, 4
 
@@ -26,13 +26,15 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield from import_train(monkeypatch, "embedded_pair", "eagle")
 
 
-def small_head(recipe: Any, *, kv_heads: int = 2) -> Any:
+def small_head(recipe: Any, *, kv_heads: int = 2, block_rank: int = 0) -> Any:
+    """A head, or with a rank a block drafter."""
     shape = importlib.import_module("llama").LlamaShape(
         hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=16,
         num_key_value_heads=kv_heads, vocab_size=VOCAB,
     )  # fmt: skip
     torch.manual_seed(0)
-    head = recipe.Eagle3(shape, (0, 1, 2))
+    taps = (0, 1, 2)
+    head = recipe.Block(shape, taps, steps=STEPS, rank=block_rank) if block_rank else recipe.Eagle3(shape, taps)
     for parameter in head.parameters():
         parameter.data.add_(0.2 * torch.randn_like(parameter))
     return head
@@ -89,6 +91,44 @@ def test_unrolled_drafting_is_what_the_engine_drafts(recipe: Any, tmp_path: Path
         torch.testing.assert_close(found, expected[step][STEPS - 1 - step :], rtol=1e-4, atol=1e-4)
 
 
+def test_a_trained_block_is_what_the_engine_drafts(recipe: Any, tmp_path: Path) -> None:
+    block = small_head(recipe, block_rank=5)
+    recipe.save_head(block, tmp_path)
+    recipe.load_head(block, tmp_path)
+    table = torch.randn(VOCAB, HIDDEN)
+    served = load_eagle_head(
+        tmp_path, embedding=table, output=table, target_layers=2, max_positions=64, attend=tree_attention_reference
+    )
+    assert isinstance(served, BlockHead) and served.block_size == STEPS
+    features, tokens = torch.randn(LENGTH, 3 * HIDDEN), torch.randint(VOCAB, (LENGTH,))
+    caches = {name: torch.zeros((LENGTH, served.kv_heads, served.head_dim)) for name in ("key_cache", "value_cache")}
+    places = torch.arange(LENGTH, dtype=torch.int32)
+    fused = served.fuse(features)
+    served.store(fused, tokens, positions=places, write_slots=places.long(), **caches)
+    blocks = served.block_logits(
+        fused, tokens, positions=places, slot_table=places.expand(LENGTH, -1).contiguous(), key_len=places + 1, **caches
+    )
+    with torch.no_grad():
+        unrolled = block.unroll(features[None], table[tokens][None], STEPS)
+        (last,) = block.unroll(features[None], table[tokens][None], STEPS, [STEPS - 1])
+    assert torch.equal(last, unrolled[-1])
+    for step, rows in enumerate(unrolled):
+        roots = slice(STEPS - 1 - step, LENGTH - step)
+        expected = blocks[roots, step] + served.bias(tokens[STEPS - 1 :])
+        torch.testing.assert_close(functional.linear(rows[0], table), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_begins_as_the_head(recipe: Any, tmp_path: Path) -> None:
+    head = small_head(recipe)
+    recipe.save_head(head, tmp_path)
+    recipe.load_head(head, tmp_path)
+    block = recipe.Block(head.shape, head.taps, steps=STEPS, rank=5)
+    recipe.load_head(block, tmp_path)
+    inputs = torch.randn(2, LENGTH, 3 * HIDDEN), torch.randn(2, LENGTH, HIDDEN)
+    with torch.no_grad():
+        torch.testing.assert_close(block.unroll(*inputs, STEPS)[0], head.unroll(*inputs, STEPS)[0])
+
+
 def test_a_larger_head_goes_on_as_the_same_function(recipe: Any, tmp_path: Path) -> None:
     head = small_head(recipe, kv_heads=1)
     recipe.save_head(head, tmp_path)
@@ -101,10 +141,12 @@ def test_a_larger_head_goes_on_as_the_same_function(recipe: Any, tmp_path: Path)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path, kind: str) -> None:
     """Text of the target, a few steps, a checkpoint that the engine loads, and a report."""
     np.random.default_rng(0).integers(1, 8192, 4000).astype(np.uint16).tofile(tmp_path / "source.bin")
-    recipe.main(["--tiny", "--stages", "train", "--work", str(tmp_path), "--device", "cpu", "--seconds", "0.1"])
+    options = ["--tiny", "--stages", "train", "--work", str(tmp_path), "--device", "cpu", "--seconds", "0.1"]
+    recipe.main([*options, *(["--block"] if kind == "block" else [])])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["steps"] >= 1
     assert report["written_tokens"] == 10 * 24
@@ -112,6 +154,8 @@ def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path) -> None:
     table = torch.zeros(8192, 384)
     head = load_eagle_head(tmp_path / "head", embedding=table, output=table, target_layers=5, max_positions=64)
     assert head.taps == (1, 3, 5)
+    assert isinstance(head, BlockHead) == ("head" in report) == (kind == "block")
+    assert 1 <= report["acceptance_length"] <= 1 + report["recipe"]["unroll"]
 
 
 def test_a_head_for_another_target(recipe: Any, tmp_path: Path) -> None:
@@ -175,11 +219,14 @@ def test_what_the_target_writes_is_its_own_choice(recipe: Any) -> None:
         assert torch.equal(target(texts)[:, 7:-1].argmax(-1), texts[:, 8:])
 
 
-def test_the_shipped_head_is_the_recipe_s(recipe: Any) -> None:
-    config = json.loads((embedded_eagle_path() / "config.json").read_text())
-    shape = recipe.FULL.shape
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_what_ships_is_the_recipe_s(recipe: Any, kind: str) -> None:
+    full, folder = (recipe.FULL, embedded_eagle_path()) if kind == "head" else (recipe.BLOCK, embedded_block_path())
+    config = json.loads((folder / "config.json").read_text())
+    shape = full.shape
     assert (config["intermediate_size"], config["num_attention_heads"]) == (
         shape.intermediate_size,
         shape.num_attention_heads,
     )
-    assert tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]) == recipe.FULL.taps
+    assert tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]) == full.taps
+    assert (config.get("block_rank", 0), config.get("block_size", full.unroll)) == (full.rank, full.unroll)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head of a tiny random target, trained on the texts that it will be asked for: there it is often right."""
+"""A head or block drafter of a tiny random target, trained on what it will be asked for: there it is often right."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,19 +15,27 @@ _TOKENS, _STEPS, _LEARNING_RATE = 48, 300, 0.01
 Weights = dict[str, torch.Tensor]
 
 
-def write_tiny_head(folder: Path, target: Path, model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> Path:
-    """Train a head on texts, each continued by the target, and write it.
+def write_tiny_head(
+    folder: Path,
+    target: Path,
+    model: PreTrainedModel,
+    texts: Sequence[Sequence[int]],
+    *,
+    block_size: int | None = None,
+) -> Path:
+    """Train a head or block drafter on texts, each continued by the target, and write it.
 
     Args:
         folder: made where it is missing.
         target: checkpoint folder of the target.
         model: the target.
         texts: of up to 48 tokens.
+        block_size: positions of a block drafter; None: a head.
 
     Returns:
         `folder`.
     """
-    write_random_eagle(folder, target, taps=TAPS)
+    write_random_eagle(folder, target, taps=TAPS, block_size=block_size)
     tokens = torch.cat([_continued(model, text) for text in texts])
     states, logits = hidden_states(model, tokens)
     given = load_file(folder / "model.safetensors")
@@ -38,12 +46,20 @@ def write_tiny_head(folder: Path, target: Path, model: PreTrainedModel, texts: S
         wanted = logits[:, 1:].softmax(-1)
         for _ in range(_STEPS):
             entering, loss = states[:, :-1] @ weights["fc.weight"].T, torch.zeros(())
-            # The second time on its own rows, as below the first node of a tree.
-            for _ in range(2):
-                hidden = _layer(weights, model, entering, tokens[:, 1:])
-                found = _norm(hidden, weights["norm.weight"]) @ model.lm_head.weight.detach().T
-                loss = loss - (wanted * found.log_softmax(-1)).sum(-1).mean()
-                entering = torch.cat((entering[:, :1], hidden[:, :-1]), dim=1)
+            # A head's second time is on its own rows, as below the first node of a tree.
+            for step in range(block_size or 2):
+                mask = None if block_size is None else weights["mask_embedding.weight"][step]
+                hidden = _layer(weights, model, entering, tokens[:, 1:], mask=mask, step=step)
+                rows, place = _norm(hidden, weights["norm.weight"]), 0
+                if block_size is None:
+                    entering = torch.cat((entering[:, :1], hidden[:, :-1]), dim=1)
+                else:
+                    place = step
+                    before = model.model.embed_tokens.weight.detach()[tokens[:, 1 + step :]]
+                    bias = before @ weights["previous.weight"].T @ weights["following.weight"].T
+                    rows = rows[:, : rows.shape[1] - step] + bias
+                found = rows @ model.lm_head.weight.detach().T
+                loss = loss - (wanted[:, place:] * found.log_softmax(-1)).sum(-1).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -78,26 +94,40 @@ def _norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return rows * (rows.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
-def _layer(weights: Weights, model: PreTrainedModel, entering: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The head's hidden rows [B, T, N] where `entering` [B, T, N] stands before `tokens` [B, T]."""
+def _layer(
+    weights: Weights,
+    model: PreTrainedModel,
+    entering: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    step: int,
+) -> torch.Tensor:
+    """The head's hidden rows [B, T, N] where `entering` [B, T, N] stands before `tokens` [B, T].
+
+    With a mask [N], those of a block drafter, `step` positions on.
+    """
     own = {name.removeprefix("midlayer."): value for name, value in weights.items()}
     embedded = model.model.embed_tokens.weight.detach()[tokens]
-    wide = torch.cat(
-        (_norm(embedded, own["input_layernorm.weight"]), _norm(entering, own["hidden_norm.weight"])), dim=-1
-    )
-    dim = model.config.head_dim
-    query, key, value = (
-        (wide @ own[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, dim)).transpose(1, 2) for name in "qkv"
-    )
-    angles = torch.arange(tokens.shape[1])[:, None] * 10_000.0 ** -(torch.arange(dim // 2) * 2 / dim)
-    turn = torch.polar(torch.ones_like(angles), angles)
+    dim, length = model.config.head_dim, tokens.shape[1]
+    queried = entering if mask is None else entering + mask
 
-    def turned(heads: torch.Tensor) -> torch.Tensor:
-        halves = torch.complex(heads[..., : dim // 2], heads[..., dim // 2 :]) * turn
+    def heads(stream: torch.Tensor, name: str) -> torch.Tensor:
+        wide = torch.cat(
+            (_norm(embedded, own["input_layernorm.weight"]), _norm(stream, own["hidden_norm.weight"])), dim=-1
+        )
+        return (wide @ own[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, dim)).transpose(1, 2)
+
+    def turned(rows: torch.Tensor, first: int) -> torch.Tensor:
+        angles = torch.arange(first, first + length)[:, None] * 10_000.0 ** -(torch.arange(dim // 2) * 2 / dim)
+        halves = torch.complex(rows[..., : dim // 2], rows[..., dim // 2 :])
+        halves = halves * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((halves.real, halves.imag), dim=-1)
 
-    mixed = functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True, enable_gqa=True)
-    stream = entering + mixed.transpose(1, 2).flatten(2) @ own["self_attn.o_proj.weight"].T
+    query = turned(heads(queried, "q"), 0 if mask is None else step)
+    key, value = turned(heads(entering, "k"), 0), heads(entering, "v")
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    stream = queried + mixed.transpose(1, 2).flatten(2) @ own["self_attn.o_proj.weight"].T
     rows = _norm(stream, own["post_attention_layernorm.weight"])
     gated = functional.silu(rows @ own["mlp.gate_proj.weight"].T) * (rows @ own["mlp.up_proj.weight"].T)
     return stream + gated @ own["mlp.down_proj.weight"].T

@@ -10,17 +10,20 @@
     report                  the host turns them into growth
 
 On a GPU a bucket's stages are one CUDA graph, launched ahead; in a second one penalties, bias and bans change the
-logits before children are ranked. Sessions whose children depend on more than ranked logits (a grammar, another rule)
-have the host choose children between forward and append: `begin` and `end` are launched apart then.
+logits before children are ranked. A block drafter's pass answers for several levels of a tree: of a round's steps only
+the first has one, and in the others the rows that it has left without a block rest. Sessions whose children depend on
+more than ranked logits (a grammar, another rule) have the host choose children between forward and append: `begin` and
+`end` are launched apart then.
 
 Shapes: S sessions, R rows and L rows with children of a bucket, K children of a node, V vocabulary.
 """
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,7 +39,7 @@ from outrider.engine.round_rings import RingMemory
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.drafting.children import estimate_children, report_children, report_words
 from outrider.kernels.pool.append import append
-from outrider.kernels.pool.columns import MAX_STOPS, Pool
+from outrider.kernels.pool.columns import MAX_STOPS, Pool, RowState
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.pack import Packed, pack
 from outrider.kernels.pool.re_root import re_root
@@ -121,6 +124,7 @@ class GrowthProgram:
         captures: whether steps are captured in CUDA graphs.
         ahead: most steps that are launched, and not read.
         regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
+        read: logits [L, V] of a step's rows [L], from the pass of an earlier step; None where each step has its own.
 
     Attributes:
         pool: the trees.
@@ -145,7 +149,9 @@ class GrowthProgram:
         captures: bool,
         ahead: int = 2,
         regrows: bool = False,
+        read: Callable[[Packed, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        self._read_logits = read
         self._model, self._config, self.device = model, config, device
         self._vocab_size, self._regrows = vocab_size, regrows
         self.branching = min(config.branching, vocab_size)
@@ -214,10 +220,11 @@ class GrowthProgram:
         self._staging = torch.zeros(
             PARAMETERS + MAX_STOPS + 3 + config.max_model_len, dtype=torch.int32, pin_memory=on_gpu
         )
-        # By bucket: a step, without and with processors, and for some buckets a step's beginning and what it gives.
+        # By bucket: a step, without and with processors, with a forward pass and with logits of an earlier one; and for
+        # some buckets a step's beginning and what it gives.
         # Nothing of one graph's memory is read after it, so that all share theirs.
         self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._hosted: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Packed, SampledRows, torch.Tensor]]] = {}
         self.captures = captures and on_gpu
 
@@ -291,17 +298,24 @@ class GrowthProgram:
         found = ((number, self.buckets[number]) for number in numbers)
         return next((number for number, bucket in found if bucket.rows >= rows and bucket.sessions >= sessions), None)
 
-    def launch(self, bucket: int, *, processes: bool) -> None:
-        """Run a step, perhaps with processors; on a GPU nothing is waited for."""
-        graph = self._graphs.get((bucket, processes))
+    def launch(self, bucket: int, *, processes: bool, is_first: bool = True) -> None:
+        """Run a step, perhaps with processors; on a GPU nothing is waited for.
+
+        Args:
+            bucket: its number.
+            processes: whether there are processors.
+            is_first: of the steps between two commits.
+        """
+        reads = self._read_logits is not None and not is_first
+        graph = self._graphs.get((bucket, processes, reads))
         if graph is None:
-            self._step(bucket, processes=processes)
+            self._step(bucket, processes=processes, reads=reads)
         else:
             graph.replay()
 
     @torch.inference_mode()
-    def _step(self, bucket: int, *, processes: bool) -> None:
-        packed, rows, logits = self._begin(bucket, processes=processes)
+    def _step(self, bucket: int, *, processes: bool, reads: bool = False) -> None:
+        packed, rows, logits = self._begin(bucket, processes=processes, reads=reads)
         if len(logits):
             self._rank(logits, rows)
         self.end(bucket, packed, rows)
@@ -321,14 +335,17 @@ class GrowthProgram:
         """Pass on the nodes that a step of R = `size` rows has grown, on the device; a draft worker's host does it."""
 
     @torch.inference_mode()
-    def _begin(self, bucket: int, *, processes: bool) -> tuple[Packed, SampledRows, torch.Tensor]:
-        """Run a step's stages up to the forward pass, perhaps with processors.
+    def _begin(self, bucket: int, *, processes: bool, reads: bool = False) -> tuple[Packed, SampledRows, torch.Tensor]:
+        """Run a step's stages up to the forward pass, or what stands for it, perhaps with processors.
 
         Returns:
             The step, the rows that bring children and their logits [L, V]; on a CPU without padding.
         """
         self._take()
         pool, packed, rows = self.pool, self._packed[bucket], self._sampled[bucket]
+        if reads:
+            waits = (pool.state == RowState.RUNNING) & (pool.cached < pool.length)
+            pool.state.masked_fill_(waits, RowState.PREFILL)
         select(pool, self._selection, bucket, children=self.branching, chunk=self._config.max_step_tokens)
         publish_early(self.memory.early, self._early_words, self._rounds)
         pack(pool, self._selection, packed)
@@ -337,11 +354,13 @@ class GrowthProgram:
             rows = rows.first(int(rows.count[0]))
             if not self._selection.totals[0]:
                 return packed, rows, torch.empty((0, 0))
-        logits = self._logits(bucket, rows)
+        logits = self._logits(bucket, rows, reads=reads)
         return packed, rows, self._process(logits, rows, packed) if processes else logits
 
-    def _logits(self, bucket: int, rows: SampledRows) -> torch.Tensor:
+    def _logits(self, bucket: int, rows: SampledRows, *, reads: bool = False) -> torch.Tensor:
         packed, most = self._packed[bucket], self.buckets[bucket].most
+        if reads and self._read_logits is not None:
+            return self._read_logits(packed, rows.rows)
         return self._model.logits(packed, self.pool.table, rows.rows, most=most)
 
     def _process(self, logits: torch.Tensor, rows: SampledRows, packed: Packed) -> torch.Tensor:
@@ -422,7 +441,9 @@ class GrowthProgram:
             self._capture(bucket)
         # Times are for steps without processors.
         self.times_ns = time_buckets(
-            len(self.buckets), lambda bucket: self._graphs[bucket, False].replay(), torch.cuda.Stream(self.device)
+            len(self.buckets),
+            lambda bucket: self._graphs[bucket, False, False].replay(),
+            torch.cuda.Stream(self.device),
         )
         self._forget_rounds()
         captured = time.perf_counter()
@@ -456,12 +477,13 @@ class GrowthProgram:
             "pool": self._graph_pool, "stream": stream, "capture_error_mode": "thread_local",
         }  # fmt: skip
         with torch.cuda.stream(stream):
-            for processes in (True, False):
-                self._step(bucket, processes=processes)
+            kinds = (False,) if self._read_logits is None else (False, True)
+            for processes, reads in product((True, False), kinds):
+                self._step(bucket, processes=processes, reads=reads)
                 torch.cuda.synchronize(self.device)
-                self._graphs[bucket, processes] = graph = torch.cuda.CUDAGraph()
+                self._graphs[bucket, processes, reads] = graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, **options):
-                    self._step(bucket, processes=processes)
+                    self._step(bucket, processes=processes, reads=reads)
             if self._is_hosted(bucket):
                 beginning = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(beginning, **options):

@@ -1,4 +1,4 @@
-"""An EAGLE head: one layer that drafts from the target's hidden states.
+"""An EAGLE head or block drafter: one layer that drafts from the target's hidden states.
 
     eagle1   h[i] = layer(fc [embedding(token i+1), f[i]])               logits = target's output(h)
     eagle3   g[i] = fc [features of i], once;  h[i] = layer([norm(embedding(token i+1)), norm(g[i])]) beside g[i]
@@ -6,6 +6,14 @@
 
 h[i] says what follows token i + 1. Drafting on, it stands where f or g stood: row i + 1 of a drafted token t reads
 h[i] and the embedding of t. Row i has position i. `outrider.engine.eagle_forward` runs it in growth steps.
+
+A block drafter (parallel drafting with masks, as P-EAGLE's) answers for B positions of row i in one pass:
+
+    block    h[i, s] = layer([norm(embedding(token i+1)), norm(g[i] + mask[s])]) beside g[i] + mask[s], at i + s
+             logits of what follows a token t, s tokens behind token i + 1 = own output(norm(h[i, s])) + bias(t)
+
+All B rows attend to the rows of position 0 up to i, and to no other position's: with one layer, a mask's keys and
+values could tell nothing but the mask. `outrider.engine.block_forward` makes trees of it.
 
 Nothing waits for the device and no shape depends on values, so all of it can be captured in a graph. On CPU tensors the
 operators run their references.
@@ -21,7 +29,7 @@ from torch.nn import functional
 
 from outrider.engine.attention import TreeAttention
 from outrider.engine.eagle_spec import EagleSpec
-from outrider.engine.eagle_weights import EagleWeights, load_eagle_weights
+from outrider.engine.eagle_weights import BlockWeights, EagleWeights, load_eagle_weights
 from outrider.kernels.paired_norm import paired_norm
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
@@ -138,6 +146,20 @@ class EagleHead:
         return stream
 
     @torch.inference_mode()
+    def store(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        """Stores the rows' keys and values, as `forward` does, and computes nothing further of them."""
+        self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
+
+    @torch.inference_mode()
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, Vd] of rows [R, N] of `forward`, in the model's dtype; columns as in `target_ids`."""
         norm = self.weights.final_norm
@@ -148,7 +170,12 @@ class EagleHead:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of rows [R, N] of `forward`; -inf for tokens that the head has no row for."""
-        logits, ids = self.draft_logits(hidden), self.weights.target_ids
+        return self.spread(self.draft_logits(hidden))
+
+    @torch.inference_mode()
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of `draft_logits` [R, Vd]; -inf for tokens that the head has no row for."""
+        ids = self.weights.target_ids
         if ids is None:
             missing = self.vocab_size - logits.shape[1]
             return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
@@ -197,6 +224,73 @@ class EagleHead:
         )
 
 
+class BlockHead(EagleHead):
+    """A loaded block drafter."""
+
+    @property
+    def block_size(self) -> int:
+        """B."""
+        return self.spec.block_size
+
+    @torch.inference_mode()
+    def block_logits(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        slot_table: torch.Tensor,
+        key_len: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits of B positions behind each of n sessions, without the bias by the token before.
+
+        Args:
+            hidden: [n, N] of `fuse`, of the sessions' last rows, whose keys and values are stored.
+            token_ids: [n] int32 or int64, the token after each.
+            positions: [n] int32 of these rows.
+            slot_table: [n, ..] int32, slots of the sessions' rows.
+            key_len: [n] int32: how many.
+            key_cache, value_cache: [num_slots, Hkv, D], read.
+
+        Returns:
+            [n, B, Vd].
+        """
+        weights, size, count = self._block, self.block_size, len(hidden)
+        number = torch.arange(max(size, count + 1), dtype=torch.int32, device=hidden.device)
+        rows = self.forward(
+            (hidden[:, None] + weights.masks).flatten(0, 1),
+            token_ids.repeat_interleave(size),
+            positions=(positions[:, None] + number[:size]).flatten(),
+            write_slots=torch.full((count * size,), -1, dtype=torch.int64, device=hidden.device),
+            batch=TreeAttentionBatch(
+                slot_table=slot_table,
+                query_start=number[: count + 1] * size,
+                tree_start=key_len,
+                prefix_len=key_len.repeat_interleave(size),
+                key_len=key_len,
+                tree_mask=torch.zeros((count * size, 1), dtype=torch.int64, device=hidden.device),
+                max_query_len=size,
+                max_key_len=slot_table.shape[1],
+            ),
+            key_cache=key_cache,
+            value_cache=value_cache,
+        )
+        return self.draft_logits(rows).unflatten(0, (count, size))
+
+    @torch.inference_mode()
+    def bias(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What is added to the logits [R, Vd] of what follows each of these tokens [R]."""
+        return linear(functional.embedding(token_ids, self._block.previous), self._block.following, fixed=self._fixed)
+
+    @property
+    def _block(self) -> BlockWeights:
+        block = self.weights.block
+        assert block is not None, "weights of a block drafter"
+        return block
+
+
 def load_eagle_head(
     folder: Path | str,
     *,
@@ -208,7 +302,7 @@ def load_eagle_head(
     final_softcap: float = 0.0,
     fixed: bool = False,
 ) -> EagleHead:
-    """The head in a checkpoint folder, in the dtype and on the device of the target's embedding.
+    """The head or block drafter in a checkpoint folder, in the dtype and on the device of the target's embedding.
 
     Args:
         folder: config.json and safetensors, in either layout.
@@ -226,4 +320,5 @@ def load_eagle_head(
     spec, weights = load_eagle_weights(
         Path(folder), embedding=embedding, output=output, target_layers=target_layers, max_positions=max_positions
     )
-    return EagleHead(spec, weights, attend=attend, final_softcap=final_softcap, fixed=fixed)
+    kind = BlockHead if spec.is_block else EagleHead
+    return kind(spec, weights, attend=attend, final_softcap=final_softcap, fixed=fixed)

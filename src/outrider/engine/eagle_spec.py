@@ -5,6 +5,8 @@
     eagle3   fc over three layers' hidden states, once; one layer ("midlayer") whose attention reads [normed
              embedding, normed hidden state]; a norm and an output layer of its own, over fewer tokens than the target
 
+A block drafter is an eagle3 head that answers for several positions in one pass (`block_size` in its config.json).
+
 Sources: arXiv 2401.15077, 2406.16858 and 2503.01840, and the keys of the checkpoints published with them.
 """
 
@@ -36,6 +38,8 @@ class EagleSpec:
         draft_vocab_size: rows of the output layer.
         has_output: whether the head has an output layer of its own; otherwise the target's is used.
         norm_before_residual: whether the layer adds to the normed hidden state (some EAGLE-3 heads do).
+        block_size: B, positions that one pass of a block drafter answers for; 1 of a head.
+        block_rank: rank of a block drafter's bias by the token before; 0 of a head.
     """
 
     layout: EagleLayout
@@ -44,6 +48,13 @@ class EagleSpec:
     draft_vocab_size: int
     has_output: bool
     norm_before_residual: bool = False
+    block_size: int = 1
+    block_rank: int = 0
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a block drafter."""
+        return self.block_size > 1
 
     @property
     def hidden_size(self) -> int:
@@ -69,6 +80,7 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
     # Heads of other families' targets are Llama layers too, and say so; a window or another norm would be ignored.
     if document.get("model_type", "llama") != "llama":
         raise CheckpointError(f"{folder}: model_type is {document['model_type']!r}, 'llama' needed of an EAGLE head")
+    block_size, block_rank = _block(folder, document, layout)
     layer = DecoderSpec.of({**document, "model_type": "llama", "num_hidden_layers": 1}, folder)
     return EagleSpec(
         layout=layout,
@@ -77,6 +89,8 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
         draft_vocab_size=int(document.get("draft_vocab_size") or layer.vocab_size),
         has_output=layout == "eagle3" and not stored.isdisjoint(_OUTPUTS),
         norm_before_residual=bool(document.get("norm_before_residual", False)),
+        block_size=block_size,
+        block_rank=block_rank,
     )
 
 
@@ -91,6 +105,18 @@ def _layout(document: dict[str, Any], stored: frozenset[str]) -> EagleLayout:
     named = any("eagle3" in str(name).lower() for name in document.get("architectures") or ())
     shown = any(name.partition(".")[0] in ("midlayer", "d2t") or "hidden_norm" in name for name in stored)
     return "eagle3" if named or shown or document.get("draft_vocab_size") else "eagle1"
+
+
+def _block(folder: Path, document: dict[str, Any], layout: EagleLayout) -> tuple[int, int]:
+    if "block_size" not in document:
+        return 1, 0
+    if layout != "eagle3":
+        raise CheckpointError(f"{folder}: block_size is given, which a head of the eagle3 layout alone has")
+    for name, least in (("block_size", 2), ("block_rank", 1)):
+        given = document.get(name)
+        if not isinstance(given, int) or given < least:
+            raise CheckpointError(f"{folder}: {name} is {given!r}, a whole number of at least {least} needed")
+    return document["block_size"], document["block_rank"]
 
 
 def _taps(folder: Path, document: dict[str, Any], target_layers: int) -> tuple[int, ...]:

@@ -5,10 +5,12 @@
     eagle3   fc.weight [N, taps N'], norm.weight
              midlayer.{hidden_norm, input_layernorm, self_attn.*, post_attention_layernorm, mlp.*}, or layers.0.*
              lm_head.weight [Vd, N], d2t [Vd]: target id = draft id + d2t[draft id]
+    block    as eagle3, and mask_embedding.weight [B, N], previous.weight [K, N], following.weight [N, K]
 
 A name may begin with "model.". Embedding and output layer are the target's where the head has none, or may have none.
 
-Shapes: N hidden of the head, N' of the target, H and Hkv heads of D, F feed-forward, V vocabulary, Vd of the head.
+Shapes: N hidden of the head, N' of the target, H and Hkv heads of D, F feed-forward, V vocabulary, Vd of the head; B
+positions of a block, K rank of its bias.
 """
 
 from dataclasses import dataclass
@@ -19,9 +21,24 @@ import torch
 from outrider.engine.eagle_spec import EagleSpec, read_eagle_spec
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
-from outrider.kernels.skinny_linear import Weight
+from outrider.kernels.skinny_linear import Weight, linear
 
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockWeights:
+    """What a block drafter has beside a head's weights.
+
+    Attributes:
+        masks: [B, N], added to what enters at each position.
+        previous: [V, K] of the token before.
+        following: [Vd, K]: the bias of each token is its product with `previous`.
+    """
+
+    masks: torch.Tensor
+    previous: torch.Tensor
+    following: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +60,7 @@ class EagleWeights:
         output: [Vd, N].
         target_ids: [Vd] int64, the target's id of each row of `output`; None where row i is token i.
         rotary_table: [positions, 2, D / 2] float32.
+        block: of a block drafter, or None.
     """
 
     embedding: torch.Tensor
@@ -60,6 +78,7 @@ class EagleWeights:
     output: Weight
     target_ids: torch.Tensor | None
     rotary_table: torch.Tensor
+    block: BlockWeights | None
 
 
 def load_eagle_weights(
@@ -120,8 +139,9 @@ class _Loader:
         attention, feed_forward = f"{self._prefix}self_attn.", f"{self._prefix}mlp."
         width = 2 * hidden if third else hidden
         output, target_ids = self._output_layer()
+        embedding = self._own_embedding()
         return EagleWeights(
-            embedding=self._own_embedding(),
+            embedding=embedding,
             fc=self._tensor("fc.weight", (hidden, len(spec.taps) * target_hidden if third else 2 * hidden)),
             fc_bias=None if third else self._optional("fc.bias", (hidden,)),
             embedding_norm=self._tensor(f"{self._prefix}input_layernorm.weight", (hidden,)) if third else None,
@@ -138,7 +158,19 @@ class _Loader:
             output=output,
             target_ids=target_ids,
             rotary_table=layer.rotaries[0].table(max_positions).to(self._embedding.device),
+            block=self._block(embedding, output) if spec.is_block else None,
         )  # fmt: skip
+
+    def _block(self, embedding: torch.Tensor, output: Weight) -> BlockWeights:
+        """Products with embedding and output layer are made once, for all tokens."""
+        hidden, rank = self._spec.hidden_size, self._spec.block_rank
+        previous = self._tensor("previous.weight", (rank, hidden))
+        following = self._tensor("following.weight", (hidden, rank))
+        return BlockWeights(
+            masks=self._tensor("mask_embedding.weight", (self._spec.block_size, hidden)),
+            previous=linear(embedding, previous),
+            following=linear(following.mT.contiguous(), output).mT.contiguous(),
+        )
 
     def _own_embedding(self) -> torch.Tensor:
         """The target's: heads that carry one carry a copy of it."""

@@ -26,6 +26,11 @@ def embedded_eagle_path() -> Path:
     return _MODELS_FOLDER / "eagle"
 
 
+def embedded_block_path() -> Path:
+    """Folder of the embedded target's block drafter: laid out as its head, with what the block needs beside."""
+    return _MODELS_FOLDER / "block"
+
+
 def held_out_prompts() -> list[str]:
     """Python prompts cut from files that neither model was trained on, in a fixed order."""
     lines = (_MODELS_FOLDER / "held_out_prompts.jsonl").read_text(encoding="utf-8").splitlines()

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
+from outrider.models import embedded_block_path, embedded_draft_path, embedded_eagle_path, embedded_target_path
 
 if TYPE_CHECKING:
     from outrider.models.widen import CheckpointPlan, WidenedModel
@@ -19,8 +19,11 @@ _MAX_SHARD_BYTES = 2_000_000_000
 
 def widen(
     role: Annotated[
-        Literal["target", "draft", "eagle"],
-        typer.Argument(help="Which model of the embedded pair; eagle: the target's head, for a target of that shape."),
+        Literal["target", "draft", "eagle", "block"],
+        typer.Argument(
+            help="Which model of the embedded pair; eagle, block: the target's head or block drafter, for a target of "
+            "that shape."
+        ),
     ],
     shape: Annotated[Literal["160m", "1b", "1b-deep", "8b", "70b"], typer.Argument(help="Llama shape to write it in.")],
     folder: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
@@ -30,7 +33,8 @@ def widen(
         typer.Option(help="Folder of a Llama checkpoint with tied embeddings in place of the embedded one."),
     ] = None,
     of_target: Annotated[
-        Path | None, typer.Option(help="With eagle and --source: folder of the target that the head is for.")
+        Path | None,
+        typer.Option(help="With eagle or block and --source: folder of the target that the head is for."),
     ] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
     fill: Annotated[bool, typer.Option(help="Random weights, not zeros, where the function stays the same.")] = True,
@@ -52,21 +56,27 @@ def widen(
     from outrider.models.widened_weights import WidenedLlama
 
     console = Console(highlight=False, soft_wrap=True, stderr=True)
-    if (source is not None and role == "eagle") is (of_target is None):
-        raise typer.BadParameter("needed with eagle and --source, and with nothing else", param_hint="--of-target")
-    embedded = {"target": embedded_target_path, "draft": embedded_draft_path, "eagle": embedded_eagle_path}[role]
-    source = source or embedded()
+    is_head = role in ("eagle", "block")
+    if (source is not None and is_head) is (of_target is None):
+        raise typer.BadParameter("needed with eagle or block and --source alone", param_hint="--of-target")
+    embedded = {
+        "target": embedded_target_path,
+        "draft": embedded_draft_path,
+        "eagle": embedded_eagle_path,
+        "block": embedded_block_path,
+    }
+    source = source or embedded[role]()
     options: dict[str, Any] = {
         "dtype": getattr(torch, dtype),
         "fill_seed": seed if fill else None,
         "max_position_embeddings": max_position_embeddings,
     }
-    llama = of_target or (embedded_target_path() if role == "eagle" else source)
+    llama = of_target or (embedded_target_path() if is_head else source)
     config, weights = load_small(llama)
     large = shape_with_heads_of(shape, config["head_dim"])
     wide = WidenedLlama(config, weights, large, **options)
     model: WidenedModel = wide
-    if role == "eagle":
+    if is_head:
         embedding = weights["model.embed_tokens.weight"]
         model = WidenedEagle(*load_small(source), target=config, embedding=embedding, shape=large, **options)
     plan = plan_checkpoint(model, source, max_shard_bytes=_MAX_SHARD_BYTES)
@@ -79,7 +89,7 @@ def widen(
             return
         from outrider.models.widen_check import check_checkpoint, check_tokens
 
-        if role == "eagle":
+        if is_head:
             from outrider.models.widen_eagle_check import check_eagle
 
             of_head = check_eagle(written, source, llama, wide, check_tokens(llama))

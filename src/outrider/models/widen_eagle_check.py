@@ -1,4 +1,5 @@
-"""Does a widened EAGLE head compute what the small one does? Both draft two tokens deep, in float32 arithmetic.
+"""Does a widened EAGLE head compute what the small one does? Both draft two tokens deep, in float32 arithmetic; block
+drafters as deep as their block.
 
 The small target gives the features; the widened one's are the same at the first channels, which is what its own check
 says (`outrider.models.widen_check`), so it need not run here.
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.eagle import EagleHead, load_eagle_head
+from outrider.engine.eagle import BlockHead, EagleHead, load_eagle_head
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
 from outrider.models.widen_check import HIGHEST_PADDING_LOGIT, no_progress_bar
@@ -26,7 +27,7 @@ _FLOAT32_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class EagleReport:
-    """How far the two heads' logits are apart, over all real entries of both drafting steps.
+    """How far the two heads' logits are apart, over all real entries of all drafting steps.
 
     Attributes:
         deviation: root mean square of the differences.
@@ -92,12 +93,12 @@ def check_eagle(
 
     head = load(torch.float32)
     streams = target_streams(small_target, token_ids, head.taps)
-    expected = [logits for stream in streams for logits in two_steps(head, *stream)]
+    expected = [logits for stream in streams for logits in drafting_steps(head, *stream)]
     dtype = wide_target.dtype
     if dtype == torch.float32:
         allowed = _FLOAT32_TOLERANCE
     else:
-        rounded = [logits for stream in streams for logits in two_steps(load(dtype), *stream)]
+        rounded = [logits for stream in streams for logits in drafting_steps(load(dtype), *stream)]
         allowed = _root_mean_square(torch.cat(rounded).float() - torch.cat(expected))
     wide_table = wide_target.tensor("model.embed_tokens.weight").float()
     wide = load_eagle_head(
@@ -105,7 +106,7 @@ def check_eagle(
         max_positions=positions, attend=tree_attention_reference,
     )  # fmt: skip
     found = [logits for features, tokens in streams
-             for logits in two_steps(wide, _widened(features, wide_table, len(head.taps)), tokens)]  # fmt: skip
+             for logits in drafting_steps(wide, _widened(features, wide_table, len(head.taps)), tokens)]  # fmt: skip
     return _report(torch.cat(expected), torch.cat(found), allowed)
 
 
@@ -149,13 +150,24 @@ def _widened(features: torch.Tensor, wide_table: torch.Tensor, taps: int) -> tor
     return wide.flatten(1)
 
 
-def two_steps(head: EagleHead, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Logits [L - 2, V] of rows on features, and of rows on the head's own hidden rows of the places before."""
+def drafting_steps(head: EagleHead, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Logits [L - 2, V] of rows on features, and of rows on the head's own hidden rows of the places before.
+
+    Of a block drafter: of all positions, with the bias by the same token.
+    """
     count = len(features)
     dtype = head.weights.embedding.dtype
     caches = [torch.zeros((2 * count, head.kv_heads, head.head_dim), dtype=dtype) for _ in range(2)]
     chain = torch.arange(count, dtype=torch.int32)
     slots, one = chain.expand(count, count), torch.ones(count, dtype=torch.int32)
+    if isinstance(head, BlockHead):
+        fused, of_caches = head.fuse(features.to(dtype)), {"key_cache": caches[0], "value_cache": caches[1]}
+        head.store(fused, tokens[:-1], positions=chain, write_slots=chain.long(), **of_caches)
+        blocks = head.block_logits(
+            fused, tokens[:-1], positions=chain, slot_table=slots.contiguous(), key_len=chain + 1, **of_caches
+        )
+        yield from (head.spread(position + head.bias(tokens[:-1])) for position in blocks.unbind(1))
+        return
     hidden = head.forward(
         head.fuse(features.to(dtype)), tokens[:-1], positions=chain, write_slots=chain.long(),
         batch=_each_alone(slots, chain + 1), key_cache=caches[0], value_cache=caches[1],

@@ -1,4 +1,4 @@
-"""The weights of the embedded target's EAGLE-3 head, widened together with the target: the same logits.
+"""The embedded target's EAGLE-3 head or block drafter, widened together with the target: the same logits.
 
     features        of the widened target: at every tap [w channels | constant channel | zeros]
     fc              reads the w channels of every tap; the constant channel of the first goes on as it is
@@ -6,6 +6,7 @@
                     halves, normed embedding and normed stream, which are widened one by one
     output layer    rows for the small vocabulary, then padding rows that read the constant channel alone, up to as many
                     as published heads have; row i stands for token i
+    block           masks and both matrices of the bias stand in the w channels
 
 Shapes: W hidden, w hidden of the small head, V vocabulary, Vd rows of the output layer.
 """
@@ -23,6 +24,7 @@ DRAFT_VOCAB = 32_000
 
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYER = "model.layers.0."
+_BLOCK_TENSORS = ("mask_embedding.weight", "previous.weight", "following.weight")
 _ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -117,6 +119,7 @@ class WidenedEagle:
             "lm_head.weight": (self.shape.vocab, width),
             "d2t": (self.shape.vocab,),
             "t2d": (vocab,),
+            **{name: self._wide_size(tensor) for name, tensor in self._of_block().items()},
         }
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -132,10 +135,24 @@ class WidenedEagle:
         }
         if name in made:
             return made[name]()
+        of_block = self._of_block()
+        if name in of_block:
+            small = of_block[name]
+            large = torch.zeros(self._wide_size(small), dtype=self.dtype)
+            large[: small.shape[0], : small.shape[1]] = small
+            return large
         inner = name.replace("midlayer.", _LAYER)
         if any(part in name for part in _ATTENTION_INPUTS):
             return torch.cat([half.tensor(inner) for half in self._halves], dim=1)
         return embedding_half.tensor(inner)
+
+    def _of_block(self) -> dict[str, torch.Tensor]:
+        return {name: self._weights[name] for name in _BLOCK_TENSORS if name in self._weights}
+
+    def _wide_size(self, small: torch.Tensor) -> tuple[int, ...]:
+        """The shape of a tensor whose side of w channels becomes one of W; a rank is less than w."""
+        width = self._config["hidden_size"]
+        return tuple(self.shape.hidden if size == width else size for size in small.shape)
 
     def _fc(self) -> torch.Tensor:
         own, width, wide = self._weights["fc.weight"], self._config["hidden_size"], self.shape.hidden

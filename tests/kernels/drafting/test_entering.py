@@ -106,11 +106,24 @@ def test_rows_enter_with_the_hidden_row_before_them():
 def test_the_kernel_gathers_the_same_rows(triton_device: torch.device):
     for seed in range(4 if triton_device.type == "cpu" else 40):
         case = random_case(seed, size=(12, 33)[seed % 2])
-        for count in (None, 3):
-            wanted = enter_rows_reference(*case.arguments(_CPU), count=count)
-            found = enter_rows(*case.arguments(triton_device), count=count)
+        for count, has_grown in ((None, True), (3, True), (None, False)):
+            packed, table, target_table, features, grown = case.arguments(_CPU)
+            own = grown if has_grown else None
+            wanted = enter_rows_reference(packed, table, target_table, features, own, count=count)
+            packed, table, target_table, features, grown = case.arguments(triton_device)
+            own = grown if has_grown else None
+            found = enter_rows(packed, table, target_table, features, own, count=count)
             for column, expected in zip(found, wanted, strict=True):
                 assert torch.equal(column.cpu(), expected)
+
+
+def test_without_hidden_rows_of_its_own_entries_enter_with_zeros():
+    for seed in range(10):
+        case = random_case(seed)
+        packed, table, target_table, features, _ = case.arguments(_CPU)
+        found = enter_rows(packed, table, target_table, features, None)
+        assert torch.equal(found.hidden, case.wanted.hidden.masked_fill((packed.entries >= 0)[:, None], 0))
+        assert all(map(torch.equal, found[1:], case.wanted[1:]))
 
 
 def test_a_step_that_nobody_has_packed_reads_within_its_tensors(device: torch.device):

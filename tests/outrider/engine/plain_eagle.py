@@ -1,4 +1,4 @@
-"""EAGLE heads of both layouts in plain torch, path by path."""
+"""EAGLE heads of both layouts and block drafters in plain torch, path by path."""
 
 import json
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class PlainHead:
         turned = torch.view_as_complex(torch.stack((heads[:, :half], heads[:, half:]), -1)) * torch.exp(1j * angles)
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    def row(self, entering: torch.Tensor, token: int, position: int) -> torch.Tensor:
-        """One row's hidden state; what enters is fused already."""
+    def row(self, entering: torch.Tensor, token: int, position: int, *, is_key: bool = True) -> torch.Tensor:
+        """One row's hidden state; what enters is fused already. Later rows see it if it is a key, and so does it."""
         embedded = self.embedding[token]
         if self.is_third:
             normed = self.norm(entering, self.of("hidden_norm"))
@@ -46,8 +46,9 @@ class PlainHead:
             stream = wide = self.tensors["fc.weight"] @ torch.cat((embedded, entering)) + self.tensors["fc.bias"]
         dim = self.config["head_dim"]
         query, key, value = ((self.of(f"self_attn.{name}_proj") @ wide).view(-1, dim) for name in "qkv")
-        self.keys.append(self.turned(key, position))
-        self.values.append(value)
+        if is_key:
+            self.keys.append(self.turned(key, position))
+            self.values.append(value)
         group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
         keys, values = (torch.stack(held, 1).repeat_interleave(group, 0) for held in (self.keys, self.values))
         weights = (self.turned(query, position)[:, None] @ keys.mT * dim**-0.5).softmax(-1)
@@ -70,6 +71,34 @@ class PlainHead:
         logits = self.output @ self.norm(hidden, self.tensors["norm.weight"])
         if "d2t" not in self.tensors:
             return logits
+        return self.spread(logits)
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [V] of those of the head's own vocabulary."""
         full = torch.full((self.config["vocab_size"],), float("-inf"), dtype=torch.float64)
         full[torch.arange(len(logits)) + self.tensors["d2t"].long()] = logits
         return full
+
+
+class PlainBlock(PlainHead):
+    """A block drafter: the row behind a path is computed from the features alone, at its depth."""
+
+    def path(self, features: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
+        """See `PlainHead.path`."""
+        self.keys, self.values = [], []
+        entering, depth, last = features[0], len(drafted), len(features) - 1
+        for position, feature in enumerate(features.double()):
+            entering = self.tensors["fc.weight"] @ feature
+            self.row(entering, tokens[position], position)
+        mask = self.tensors["mask_embedding.weight"][depth]
+        hidden = self.row(entering + mask, tokens[last], last + depth, is_key=False)
+        before = self.embedding[drafted[-1] if drafted else tokens[last]]
+        bias = self.tensors["following.weight"] @ self.tensors["previous.weight"] @ before
+        logits = self.output @ (self.norm(hidden, self.tensors["norm.weight"]) + bias)
+        return self.spread(logits) if "d2t" in self.tensors else logits
+
+
+def plain_head(folder: Path, target: Path) -> PlainHead:
+    """The head or block drafter in a folder."""
+    document = json.loads((folder / "config.json").read_text())
+    return (PlainBlock if "block_size" in document else PlainHead)(folder, target)

@@ -1,4 +1,4 @@
-"""EAGLE heads of random weights for any target, as checkpoint folders: for tests, and to measure what a head costs."""
+"""EAGLE heads and block drafters of random weights, as checkpoint folders: for tests, and to measure what they cost."""
 
 import json
 from collections.abc import Iterator
@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 from outrider.engine.eagle_spec import EagleLayout
 
+_BLOCK_RANK = 6
+
 
 def write_random_eagle(
     folder: Path,
@@ -20,6 +22,7 @@ def write_random_eagle(
     draft_vocab_size: int | None = None,
     taps: tuple[int, ...] | None = None,
     intermediate_size: int | None = None,
+    block_size: int | None = None,
 ) -> Path:
     """Writes a head in the published layout.
 
@@ -32,6 +35,7 @@ def write_random_eagle(
             target's output layer is used.
         taps: of eagle3; None: the first layer, the middle and the last.
         intermediate_size: F; None: the target's.
+        block_size: positions of a block drafter (eagle3); None: a head.
 
     Returns:
         `folder`.
@@ -59,6 +63,9 @@ def write_random_eagle(
     if layout == "eagle3":
         config["draft_vocab_size"] = draft_vocab_size or given["vocab_size"]
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True}
+    if block_size is not None:
+        config["architectures"] = ["LlamaForCausalLMEagle3Block"]
+        config |= {"block_size": block_size, "block_rank": _BLOCK_RANK}
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[1] ** -0.5)
@@ -91,6 +98,10 @@ def _shapes(config: dict[str, Any], layout: EagleLayout, *, own_output: bool) ->
         yield "norm.weight", (hidden,)
         if own_output:
             yield "lm_head.weight", (config["draft_vocab_size"], hidden)
+        if "block_size" in config:
+            yield "mask_embedding.weight", (config["block_size"], hidden)
+            yield "previous.weight", (config["block_rank"], hidden)
+            yield "following.weight", (hidden, config["block_rank"])
     else:
         yield "fc.bias", (hidden,)
     for name, rows in (("q", query), ("k", key), ("v", key)):

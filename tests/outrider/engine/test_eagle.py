@@ -226,7 +226,7 @@ def test_taps(target: Path, tmp_path: Path) -> None:
         load_head(tmp_path, target)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, torch.Tensor | None], dict[str, Any], str]] = {
     "a missing norm": ({"midlayer.hidden_norm.weight": None}, {}, r"midlayer\.hidden_norm\.weight first"),
     "a missing fc": ({"fc.weight": None}, {}, r"fc\.weight first"),
     "a narrow attention": (
@@ -238,6 +238,18 @@ REFUSED = {
     "no map": ({"d2t": None}, {}, "d2t is missing: 40 of 97 tokens"),
     "a short map": ({"d2t": torch.zeros(7, dtype=torch.int64)}, {}, r"d2t: \[7\] torch.int64 given, \[40\]"),
     "a map to nowhere": ({"d2t": torch.full((40,), 90)}, {}, "outside the 97"),
+    "a block of one": ({}, {"block_size": 1}, "block_size is 1, a whole number of at least 2 needed"),
+    "a block without a rank": ({}, {"block_size": 4}, "block_rank is None, a whole number of at least 1 needed"),
+    "a block without masks": ({}, {"block_size": 4, "block_rank": 6}, r"previous\.weight first"),
+    "a block of another size": (
+        {
+            "previous.weight": torch.zeros(6, HIDDEN),
+            "following.weight": torch.zeros(HIDDEN, 6),
+            "mask_embedding.weight": torch.zeros(3, HIDDEN),
+        },
+        {"block_size": 4, "block_rank": 6},
+        r"mask_embedding\.weight has shape \[3, 32\], \[4, 32\] needed",
+    ),
     "another vocabulary": ({}, {"vocab_size": 96}, "vocab_size is 96, the target has 97"),
     "two layers": ({}, {"num_hidden_layers": 2}, "num_hidden_layers is 2, 1 needed"),
     "another family": ({}, {"model_type": "mixtral"}, "model_type is 'mixtral'"),
@@ -258,6 +270,13 @@ def test_what_does_not_fit_is_refused_by_name(fault: str, target: Path, tmp_path
     save_file({name: value for name, value in held.items() if value is not None}, file)
     change_config(tmp_path, config)
     with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path, target)
+
+
+def test_only_a_head_of_the_third_layout_has_a_block(target: Path, tmp_path: Path) -> None:
+    write_random_eagle(tmp_path, target, layout="eagle1")
+    change_config(tmp_path, {"block_size": 4, "block_rank": 6})
+    with pytest.raises(CheckpointError, match="block_size is given, which a head of the eagle3 layout alone has"):
         load_head(tmp_path, target)
 
 

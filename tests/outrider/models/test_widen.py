@@ -347,7 +347,7 @@ def test_the_command_widens_any_llama(
     # float32 sums in another order
     torch.testing.assert_close(logits(tmp_path / "wide")[..., :96], logits(source), rtol=0, atol=3e-4)
     assert cli.run([*line, "--of-target", str(source)]) == 2
-    assert "needed with eagle and --source" in capsys.readouterr().err
+    assert "needed with eagle or block and --source" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import tree_attention_reference
 from outrider.models import embedded_draft_path, widen
 from outrider.models.widen import load_small, plan_checkpoint, write_checkpoint
-from outrider.models.widen_eagle_check import check_eagle, target_streams, two_steps
+from outrider.models.widen_eagle_check import check_eagle, drafting_steps, target_streams
 from outrider.models.widened_eagle import WidenedEagle
 from outrider.models.widened_weights import LlamaShape, WidenedLlama
 
@@ -29,9 +29,9 @@ WIDE_PAIR = LlamaShape(hidden=768, layers=6, heads=6, kv_heads=6, intermediate=2
 SMALL_VOCAB, DRAFT_VOCAB = 96, 120
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> tuple[Path, Path]:
-    """A target of three layers with loud weights, and a head."""
+@pytest.fixture(params=["head", "block"])
+def small(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A target of three layers with loud weights, and a head or a block drafter."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=24, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
@@ -41,7 +41,9 @@ def small(tmp_path: Path) -> tuple[Path, Path]:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_draft_path() / name, tmp_path / "target")
-    return tmp_path / "target", write_random_eagle(tmp_path / "head", tmp_path / "target", taps=(0, 2, 3))
+    block_size = 4 if request.param == "block" else None
+    head = write_random_eagle(tmp_path / "head", tmp_path / "target", taps=(0, 2, 3), block_size=block_size)
+    return tmp_path / "target", head
 
 
 def widened(
@@ -81,7 +83,7 @@ def drafted(target: Path, head: Path) -> tuple[torch.Tensor, EagleHead]:
     loaded = load(head, model.get_input_embeddings().weight.detach(), model.config.num_hidden_layers)
     with torch.inference_mode():
         streams = target_streams(model, random_tokens(), loaded.taps)
-    return torch.cat([logits for stream in streams for logits in two_steps(loaded, *stream)]), loaded
+    return torch.cat([logits for stream in streams for logits in drafting_steps(loaded, *stream)]), loaded
 
 
 def test_both_widened_together_draft_the_same(small: tuple[Path, Path], tmp_path: Path) -> None:
@@ -160,10 +162,13 @@ def test_published_sizes(small: tuple[Path, Path]) -> None:
     assert (shapes["d2t"], shapes["t2d"]) == ((32_000,), (128_256,))
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("role", ["eagle", "block"])
+def test_the_command(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(widen.SHAPES, "160m", WIDE_PAIR)
     folder = tmp_path / "wide"
-    assert cli.run(["widen", "eagle", "160m", str(folder), "--max-position-embeddings", "8192"]) == 0
+    assert cli.run(["widen", role, "160m", str(folder), "--max-position-embeddings", "8192"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{folder}\n"
     assert "checked: at " in err

@@ -59,6 +59,24 @@ def test_a_head_takes_memory_for_its_kv_and_two_hidden_rows_of_every_token():
     assert tuple(head.features.by_slot.shape) == (101, document["hidden_size"])
 
 
+def test_a_block_drafter_takes_memory_for_one_hidden_row_of_every_token_and_each_session_s_block(
+    checkpoint: Path, tmp_path: Path
+):
+    head, block = tmp_path / "head", tmp_path / "block"
+    write_random_eagle(head, checkpoint, taps=(0, 1, 2))
+    write_random_eagle(block, checkpoint, taps=(0, 1, 2), block_size=4)
+    engine = EngineConfig(model_path=checkpoint, num_slots=100, max_num_seqs=3)
+    rooms = [room_for_draft(engine, folder) for folder in (head, block)]
+    assert rooms[0].bytes_per_slot - rooms[1].bytes_per_slot == 4 * SIZES["hidden_size"]
+    blocks = 4 * 4 * SIZES["vocab_size"]
+    trees = [128 * 3 * room.bytes_per_slot for room in rooms]
+    more = rooms[1].fixed_bytes - trees[1] - (rooms[0].fixed_bytes - trees[0])
+    assert more > 2 * 4 * blocks
+    draft = load_draft(ModelRunner(engine), block)
+    assert (draft.source, draft.max_depth) == (GrowthSource.EAGLE, 4)
+    assert load_draft(ModelRunner(engine), head).max_depth is None
+
+
 @pytest.mark.parametrize("layout", ["eagle1", "eagle3"])
 def test_a_head_drafts_as_far_as_its_target_goes(layout: EagleLayout, checkpoint: Path, tmp_path: Path):
     write_random_eagle(tmp_path, checkpoint, layout=layout, taps=(0, 1, 2))
@@ -80,6 +98,7 @@ def test_a_head_drafts_as_far_as_its_target_goes(layout: EagleLayout, checkpoint
             r"is \[1, 2, 3\], layers 0 to 2 needed",
         ),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2, 1 needed"),
+        ("eagle3", {"block_size": 1}, "block_size is 1, a whole number of at least 2 needed"),
     ],
 )
 def test_a_head_of_another_target_is_refused(

@@ -36,19 +36,20 @@ pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]
 
 
-@pytest.fixture(scope="module", params=["model", "head"])
+@pytest.fixture(scope="module", params=["model", "head", "block"])
 def draft_folder(
     request: pytest.FixtureRequest,
     checkpoint: Path,
     reference_model: LlamaForCausalLM,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A drafter that is often right: the target with noise in its weights, or a head that knows the texts."""
+    """A drafter that is often right: the target with noise in its weights, or a head or block that knows the texts."""
     torch.manual_seed(9)
     folder = tmp_path_factory.mktemp("draft")
-    if request.param == "head":
+    if request.param != "model":
         texts = [[*PROMPT, *plain_decode(reference_model, PROMPT, spec).tokens] for spec in SPECS.values()]
-        return write_tiny_head(folder, checkpoint, reference_model, texts)
+        block_size = 4 if request.param == "block" else None
+        return write_tiny_head(folder, checkpoint, reference_model, texts, block_size=block_size)
     draft = LlamaForCausalLM(reference_model.config)
     draft.load_state_dict(reference_model.state_dict())
     with torch.no_grad():
@@ -144,6 +145,21 @@ def test_rounds_are_saved(resident: Resident, reference_model):
         assert resident.loop.rounds_read - before < len(wanted)
         drafters = [kinds for result in decoded.results for kinds in result.drafters]
         assert drafters == [1 << resident.drafter.source] * accepted(driver, number)
+
+
+def test_the_pace_learns_from_every_step(resident: Resident, reference_model):
+    noted: list[int] = []
+
+    class Noting(FixedSteps):
+        def note_step(self, number: int, *, expanded: float, sessions: int, step_ns: int) -> None:
+            noted.append(number)
+
+    resident.drafter.pace = Noting(3)
+    driver = Driver(resident.loop)
+    driver.open(1, GREEDY, plain_decode(reference_model, PROMPT, GREEDY).tokens, no_tree)
+    driver.run()
+    # Whatever the round before has committed; the first step of a session computes its prompt.
+    assert noted.count(0) >= noted.count(2) - 1 > 2
 
 
 def test_log_probabilities_are_those_without_nodes(resident: Resident, reference_model):
