@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
 from ray._private.node import Node
 
 from outrider.deploy.config import Bind, DeployConfig
@@ -22,19 +21,6 @@ NAMESPACE = "outrider"
 CONNECT_TIMEOUT_S = 5.0
 # What Ray says when its node or its control store took longer than it waits.
 _SLOW_START = ("timed out during startup", "Timed out waiting for file")
-
-# The version whose raylet is known to start with the options below.
-_KNOWN_RAY = "2.60."
-# Sleeps until the raylet goes, whose own end is not to come of Ctrl-C at a terminal.
-_IDLE_AGENT = "/bin/sh -c \"trap '' INT; exec cat\""
-_BARE_RAYLET = {
-    "--dashboard_agent_command": _IDLE_AGENT,
-    # Ports that the raylet otherwise waits to be told by that agent.
-    "--metrics-agent-port": "-1",
-    "--metrics_export_port": "-1",
-    # Otherwise one a core, and nobody hears Ctrl-C while the first ones start.
-    "--num_prestart_python_workers": "0",
-}
 
 
 def connect(config: DeployConfig) -> bool:
@@ -108,44 +94,16 @@ def _join(address: str, **options: Any) -> None:
 @contextlib.contextmanager
 def _bare_node(*, role_logs: bool) -> Iterator[None]:
     """Have the Ray that is started in the block do without what only its dashboard, its autoscaler and its driver's
-    log need: four processes, and the wait until they answer.
+    log need: three processes, two seconds of CPU, and the wait until the dashboard answers.
 
     Ray's own options leave them out of the dashboard's pages, not of the start.
     """
     unneeded = ["start_api_server", "start_monitor"] + ([] if role_logs else ["start_log_monitor"])
-    start_process = services.start_ray_process
-
-    def start_bare(command: list[str], process_type: str, *arguments: Any, **options: Any) -> Any:
-        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
-            command = bare_raylet(command)
-        return start_process(command, process_type, *arguments, **options)
-
     with contextlib.ExitStack() as stack:
         for name in unneeded:
             stack.callback(setattr, Node, name, getattr(Node, name))
             setattr(Node, name, lambda _node, **_options: None)
-        stack.callback(setattr, services, "start_ray_process", start_process)
-        services.start_ray_process = start_bare
         yield
-
-
-def bare_raylet(command: list[str]) -> list[str]:
-    """Return a raylet's command, changed so that it neither starts nor waits for its dashboard's agent.
-
-    A raylet ends with its agents, so something idle takes this one's place. The command of another Ray, or one without
-    an option that is to be changed, is returned as it is: the agent runs then, and the start takes longer.
-    """
-    names = [argument.partition("=")[0] for argument in command]
-    if not ray.__version__.startswith(_KNOWN_RAY) or any(names.count(name) != 1 for name in _BARE_RAYLET):
-        logger.warning("Ray %s: its dashboard's agent is started as well, which only Ray 2.60 can do without: the "
-                       "start takes longer", ray.__version__)  # fmt: skip
-        return command
-    changed = [
-        f"{name}={_BARE_RAYLET[name]}" if name in _BARE_RAYLET else argument
-        for name, argument in zip(names, command, strict=True)
-    ]
-    # Also a port of the agent's, which Ray itself leaves to the raylet.
-    return [*changed, "--dashboard_agent_listen_port=-1"]
 
 
 @contextlib.contextmanager
