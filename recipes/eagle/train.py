@@ -46,7 +46,7 @@ from settings import BLOCK, FULL, Recipe, for_target, tiny  # noqa: E402
 from tokenization import END_OF_TEXT_ID  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
-from training import compute_dtype, load_stream, token_windows  # noqa: E402
+from training import load_stream, token_windows  # noqa: E402
 
 logger = logging.getLogger("train")
 
@@ -122,7 +122,7 @@ def _written_text(recipe: Recipe, target: Llama, source: Tensor, file: Path) -> 
         held = torch.load(file, map_location=source.device)
         if held["asked"] == asked:
             return held["texts"]
-    texts = write_texts(target, source, recipe.written, compute_dtype(source.device))
+    texts = write_texts(target, source, recipe.written, recipe.compute_dtype(source.device))
     torch.save({"asked": asked, "texts": texts}, file)
     return texts
 

@@ -158,6 +158,14 @@ def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path, kind: str) -> N
     assert 1 <= report["acceptance_length"] <= 1 + report["recipe"]["unroll"]
 
 
+def test_a_block_alone_is_trained_in_bfloat16_on_a_cpu(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, training = torch.device("cpu"), importlib.import_module("training")
+    for has_units in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has_units=has_units: {"amx_bf16": has_units})
+        assert recipe.BLOCK.compute_dtype(cpu) == (torch.bfloat16 if has_units else torch.float32)
+        assert recipe.FULL.compute_dtype(cpu) == training.compute_dtype(cpu) == torch.float32
+
+
 def test_a_head_for_another_target(recipe: Any, tmp_path: Path) -> None:
     """A target of SmolLM2's proportions and conversations in its recipe's files: a head that the engine loads."""
     config = LlamaConfig(
