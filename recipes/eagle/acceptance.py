@@ -10,6 +10,7 @@ read.
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.stdout.write(f"{rows[-1]}\n")
                 sys.stdout.flush()
     if options.output_json is not None:
-        document = {"command": sys.argv, "prompts": len(prompts), "new_tokens": options.new_tokens, "rows": rows}
+        command = shlex.join(["python", *sys.argv])
+        document = {"command": command, "prompts": len(prompts), "new_tokens": options.new_tokens, "rows": rows}
         options.output_json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ from optimisation import build_optimisers, set_learning_rate
 from settings import Recipe
 from torch import Tensor
 from torch.nn import functional
-from training import compute_dtype, judge_rows, row_temperatures
+from training import judge_rows, row_temperatures
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _learn(
 
     `chosen_at` [N, T] are the hundredths of the temperatures at which the tokens after each were chosen.
     """
-    dtype, unroll = compute_dtype(tokens.device), recipe.unroll
+    dtype, unroll = recipe.compute_dtype(tokens.device), recipe.unroll
     features, logits = target_rows(target, tokens, head.taps, dtype)
     logits, temperature = logits[:, unroll:].flatten(0, 1), row_temperatures(chosen_at[:, unroll:])
     embedding = target.model.embed_tokens.weight
@@ -105,7 +105,7 @@ def measure(head: Eagle3, target: Llama, windows: Tensor, recipe: Recipe) -> dic
         Of each drafting step, how often the largest entries agree and the overlap; and the tokens of a round whose
         chain of `unroll` nodes is accepted as far as the largest entries agree.
     """
-    dtype, unroll = compute_dtype(windows.device), recipe.unroll
+    dtype, unroll = recipe.compute_dtype(windows.device), recipe.unroll
     output = target.model.embed_tokens.weight.to(dtype)
     sums = torch.zeros(unroll, 2, device=windows.device)
     accepted = roots = 0

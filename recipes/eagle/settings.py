@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from llama import LlamaShape
 from sampling import SamplingConfig
-from training import TrainingConfig
+from training import TrainingConfig, compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,12 @@ class Recipe:
     def name(self) -> str:
         """Name of what is trained, and of its folder among the models."""
         return "block" if self.rank else "eagle"
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of matrix products: for a block drafter bfloat16 on a CPU with matrix units for it, too."""
+        if self.rank and device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False):
+            return torch.bfloat16
+        return compute_dtype(device)
 
 
 FULL = Recipe(

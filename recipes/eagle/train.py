@@ -46,7 +46,7 @@ from settings import BLOCK, FULL, Recipe, for_target, tiny  # noqa: E402
 from tokenization import END_OF_TEXT_ID  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
-from training import compute_dtype, load_stream, token_windows  # noqa: E402
+from training import load_stream, token_windows  # noqa: E402
 
 logger = logging.getLogger("train")
 
@@ -117,14 +117,22 @@ def pair_text(recipe: Recipe, target: Llama, work: Path, device: torch.device) -
 
 def _written_text(recipe: Recipe, target: Llama, source: Tensor, file: Path) -> tuple[Tensor, Tensor]:
     """What the target writes, as `write_texts` returns it; an earlier run's, if that was asked for the same."""
-    asked = {"written": asdict(recipe.written), "source": sha256(source.cpu().numpy().tobytes()).hexdigest()}
+    asked = {
+        "written": asdict(recipe.written),
+        "source": _digest(source),
+        "target": _digest(target.model.embed_tokens.weight.detach().float()),
+    }
     if file.is_file():
         held = torch.load(file, map_location=source.device)
         if held["asked"] == asked:
             return held["texts"]
-    texts = write_texts(target, source, recipe.written, compute_dtype(source.device))
+    texts = write_texts(target, source, recipe.written, recipe.compute_dtype(source.device))
     torch.save({"asked": asked, "texts": texts}, file)
     return texts
+
+
+def _digest(values: Tensor) -> str:
+    return sha256(values.cpu().numpy().tobytes()).hexdigest()
 
 
 def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Text:

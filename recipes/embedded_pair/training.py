@@ -182,9 +182,8 @@ def new_model(shape: LlamaShape, device: torch.device, seed: int) -> Llama:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device has matrix units for it, else float32."""
-    has_units = device.type == "cuda" or torch.cpu.get_capabilities().get("amx_bf16", False)
-    return torch.bfloat16 if has_units else torch.float32
+    """bfloat16 where the device has matrix units for it, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _optimisers(model: Llama, config: TrainingConfig, share: float = 1.0) -> list[torch.optim.Optimizer]:

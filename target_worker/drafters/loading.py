@@ -140,8 +140,8 @@ def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, 
             "target: lower kv_cache_memory_fraction, kv_bytes or num_slots"
         ) from error
     features = Features(layers=head.taps, fuse=head.fuse, by_slot=by_slot)
-    is_block = isinstance(head, BlockHead)
-    make_forward = partial(BlockForward, head) if is_block else partial(EagleForward, head)
+    block = head if isinstance(head, BlockHead) else None
+    make_forward = partial(EagleForward, head) if block is None else partial(BlockForward, block)
     return DraftModel(
         make_forward=partial(
             make_forward,
@@ -157,7 +157,7 @@ def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, 
         vocab_size=head.vocab_size,
         captures=engine.captures,
         features=features,
-        max_depth=head.block_size if is_block else None,
+        block=block,
     )
 
 

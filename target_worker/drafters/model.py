@@ -35,6 +35,7 @@ from outrider.drafting.config import GrowthConfig
 from outrider.drafting.expansions import Expansions
 from outrider.drafting.program import GrowthProgram
 from outrider.engine.block_forward import BlockForward
+from outrider.engine.eagle import BlockHead
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.packed_forward import Features, ForwardPass
 from outrider.growth_source import GrowthSource
@@ -68,7 +69,7 @@ class DraftModel:
         vocab_size: columns of its logits.
         captures: whether its steps are CUDA graphs.
         features: hidden rows of the target that a head reads; None for a model.
-        max_depth: most nodes of a path; None where its trees may be as deep as they are large.
+        block: the block drafter that it is; None for a model or a head.
     """
 
     make_forward: Callable[[torch.Tensor], ForwardPass]
@@ -78,7 +79,7 @@ class DraftModel:
     vocab_size: int
     captures: bool
     features: Features | None = None
-    max_depth: int | None = None
+    block: BlockHead | None = None
 
     @classmethod
     def of_runner(cls, runner: ModelRunner, growth: GrowthConfig, *, most_steps: int = MOST_STEPS) -> Self:
@@ -92,6 +93,11 @@ class DraftModel:
             vocab_size=runner.vocab_size,
             captures=runner.config.captures,
         )
+
+    @property
+    def max_depth(self) -> int | None:
+        """Most nodes of a path; None where its trees may be as deep as they are large."""
+        return None if self.block is None else self.block.block_size
 
     @property
     def source(self) -> GrowthSource:
@@ -195,13 +201,14 @@ class ResidentModel:
         pool: its own trees.
         calibration: of all sessions.
         pace: how many steps pay.
-        steps: forward passes so far.
+        steps: growth steps with rows so far.
     """
 
     def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
         growth = draft.growth
         self.place, self.source, self._growth, self._capacity = place, draft.source, growth, pool.capacity
         self._regrows, self._max_depth = draft.features is not None, draft.max_depth or growth.capacity
+        self._block = draft.block
         self.calibration = AcceptanceCalibration(
             branching=max(growth.branching, 2),
             prior_strength=growth.prior_strength,
@@ -225,6 +232,11 @@ class ResidentModel:
         expansions.warm_up()
         acceptance_calibration.warm_up()
         self._program.warm_up()
+
+    def refill(self) -> None:
+        """Make anew what was made of the target's weights, once it has others. No step may be in flight."""
+        if self._block is not None:
+            self._block.refill()
 
     def describe_row(self, session: Session) -> None:
         """Write the columns of a session's row, which no launched round uses; they are in place on return."""

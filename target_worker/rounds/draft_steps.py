@@ -6,7 +6,8 @@ A step pays while the nodes that it adds bring more tokens than the target commi
 
     value    what a step expands, for each session: 1 for a root, else the chance that verification reaches the node;
              learned for the first, second, .. step of a round
-    time     of a step, learned likewise: the first one has more rows, and of a block drafter the only pass
+    time     of a step, learned likewise: the first one has more rows, and of a block drafter the only pass. Where it
+             changes, those of the steps behind it change with it
     yield    tokens that a round gains per value that its steps have expanded: accepted nodes, less what the target
              would have committed in the time that verifying nodes has taken
 
@@ -75,8 +76,12 @@ class DraftSteps:
             step_ns: what it took.
         """
         self._values[number] += _STEP_SHARE * (expanded / sessions - self._values[number])
-        share = _STEP_SHARE if self._step_ns[number] else 1.0
-        self._step_ns[number] += share * (step_ns - self._step_ns[number])
+        before = self._step_ns[number]
+        self._step_ns[number] += (_STEP_SHARE if before else 1.0) * (step_ns - before)
+        if before:
+            # The load changes all of them alike, and those behind this one may not have run since.
+            change = self._step_ns[number] / before
+            self._step_ns[number + 1 :] = [change * later_ns for later_ns in self._step_ns[number + 1 :]]
 
     def note_prefill(self, step_ns: int) -> None:
         """Take note of a step that has computed prompts for the most part: what it is worth comes with later ones."""

@@ -373,6 +373,8 @@ class RoundLoop:
             self._wait()
         self._kv.slots.reclaim()
         self._runner.refill(folder)
+        if self._program.drafter is not None:
+            self._program.drafter.refill()
 
     def _read(self) -> None:
         """Read what rounds have written: what the next one may gain, and results."""

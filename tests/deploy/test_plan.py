@@ -20,7 +20,7 @@ from outrider.deploy import plan as plan_module
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.plan import Gpu, make_plan
 from outrider.errors import CheckpointError, OutriderError
-from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
+from outrider.models import embedded_block_path, embedded_draft_path, embedded_eagle_path, embedded_target_path
 
 GPU = Gpu(name="NVIDIA H100", total_bytes=80_000_000_000, free_bytes=79_000_000_000)
 
@@ -253,6 +253,24 @@ def test_a_head_may_draft_beside_draft_workers(monkeypatch: pytest.MonkeyPatch):
     for placement in placements:
         with pytest.raises(ValueError, match=f"drafter_placement: {placement} given, worker needed beside resident_d"):
             DeployConfig(drafter_placement=placement, resident_draft=head, **pair)
+
+
+@pytest.mark.parametrize(("folder", "hidden_rows"), [(embedded_eagle_path(), 2), (embedded_block_path(), 1)])
+def test_a_target_s_tokens_take_a_head_s_hidden_rows_too(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, hidden_rows: int
+):
+    have_gpus(monkeypatch, 1)
+    target, draft = embedded_target_path(), embedded_draft_path()
+    numbers: dict[Path, int] = {}
+    for path in (target, draft, folder):
+        own = json.loads((path / "config.json").read_text())
+        numbers[path] = 2 * own["num_hidden_layers"] * own["num_key_value_heads"] * own["head_dim"]
+    rows = hidden_rows * json.loads((folder / "config.json").read_text())["hidden_size"]
+    pair: dict[str, Any] = {"target_model": str(target), "draft_model": str(draft), "resident_draft": str(folder)}
+    planned = make_plan(DeployConfig(port=0, **pair)).config
+    assert planned.target_kv_bytes and planned.draft_kv_bytes
+    ratio = (numbers[target] + numbers[folder] + rows) / numbers[draft]
+    assert planned.target_kv_bytes / planned.draft_kv_bytes == pytest.approx(ratio)
 
 
 def test_a_head_needs_its_targets_vocabulary(tmp_path: Path):

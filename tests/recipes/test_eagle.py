@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,39 @@ def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path, kind: str) -> N
     assert head.taps == (1, 3, 5)
     assert isinstance(head, BlockHead) == ("head" in report) == (kind == "block")
     assert 1 <= report["acceptance_length"] <= 1 + report["recipe"]["unroll"]
+
+
+def test_a_block_alone_is_trained_in_bfloat16_on_a_cpu(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, training = torch.device("cpu"), importlib.import_module("training")
+    for has_units in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has_units=has_units: {"amx_bf16": has_units})
+        assert recipe.BLOCK.compute_dtype(cpu) == (torch.bfloat16 if has_units else torch.float32)
+        assert recipe.FULL.compute_dtype(cpu) == training.compute_dtype(cpu) == torch.float32
+
+
+def test_text_is_written_anew_for_another_target(recipe: Any, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    target, settings = recipe.load_target(embedded_target_path(), cpu), recipe.tiny(recipe.BLOCK)
+    settings = replace(settings, written=replace(settings.written, sequences=10, tokens=17))
+    np.random.default_rng(0).integers(1, 8192, 4000).astype(np.uint16).tofile(tmp_path / "source.bin")
+
+    def modified_ns() -> int:
+        recipe.pair_text(settings, target, tmp_path, cpu)
+        return (tmp_path / "written.pt").stat().st_mtime_ns
+
+    first = modified_ns()
+    assert modified_ns() == first
+    target.model.embed_tokens.weight.data.mul_(-1)
+    assert modified_ns() > first
+
+
+def test_acceptance_is_that_of_the_rounds(recipe: Any) -> None:
+    acceptance = importlib.import_module("acceptance")
+    found = acceptance.measure(
+        embedded_target_path(), [[5, 6, 7, 8]], steps=3, temperature=0.0, new_tokens=9, branching=2
+    )
+    # The target drafts for itself: a token of each step, and one of the round.
+    assert 2 < found <= 4
 
 
 def test_a_head_for_another_target(recipe: Any, tmp_path: Path) -> None:

@@ -29,7 +29,13 @@ from torch.nn import functional
 
 from outrider.engine.attention import TreeAttention
 from outrider.engine.eagle_spec import EagleSpec
-from outrider.engine.eagle_weights import BlockWeights, EagleWeights, load_eagle_weights
+from outrider.engine.eagle_weights import (
+    BlockWeights,
+    EagleWeights,
+    following_rows,
+    load_eagle_weights,
+    previous_rows,
+)
 from outrider.kernels.paired_norm import paired_norm
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
@@ -281,8 +287,19 @@ class BlockHead(EagleHead):
 
     @torch.inference_mode()
     def bias(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What is added to the logits [R, Vd] of what follows each of these tokens [R]."""
-        return linear(functional.embedding(token_ids, self._block.previous), self._block.following, fixed=self._fixed)
+        """The bias [R, Vd] of the logits of what follows each of these tokens [R]."""
+        before = functional.embedding(token_ids, self._block.previous_table)
+        return linear(before, self._block.following_table, fixed=self._fixed)
+
+    @torch.inference_mode()
+    def refill(self) -> None:
+        """Make the tables of the bias anew, in place, from what the embedding and the output layer hold now.
+
+        No step may be in flight.
+        """
+        block = self._block
+        block.previous_table.copy_(previous_rows(self.weights.embedding, block.previous))
+        block.following_table.copy_(following_rows(self.weights.output, block.following))
 
     @property
     def _block(self) -> BlockWeights:

@@ -32,13 +32,18 @@ class BlockWeights:
 
     Attributes:
         masks: [B, N], added to what enters at each position.
-        previous: [V, K] of the token before.
-        following: [Vd, K]: the bias of each token is its product with `previous`.
+        previous: [K, N], reads the embedding of the token before.
+        following: [N, K], between that and the output layer.
+        previous_table: [V, K], product of the embedding and `previous`.
+        following_table: [Vd, K], product of the output layer and `following`. A token's bias is its product with the
+            row that `previous_table` has for the token before.
     """
 
     masks: torch.Tensor
     previous: torch.Tensor
     following: torch.Tensor
+    previous_table: torch.Tensor
+    following_table: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,6 +125,16 @@ def open_head(folder: Path) -> SafetensorsSource:
     return SafetensorsSource(folder)
 
 
+def previous_rows(embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Return `previous_table` [V, K] of the embedding [V, N] and `previous` [K, N]."""
+    return linear(embedding, previous)
+
+
+def following_rows(output: Weight, following: torch.Tensor) -> torch.Tensor:
+    """Return `following_table` [Vd, K] of the output layer [Vd, N] and `following` [N, K]."""
+    return linear(following.mT.contiguous(), output).mT.contiguous()
+
+
 class _Loader:
     def __init__(self, source: SafetensorsSource, spec: EagleSpec, embedding: torch.Tensor, output: Weight) -> None:
         self._source, self._spec, self._embedding, self._output = source, spec, embedding, output
@@ -162,14 +177,16 @@ class _Loader:
         )  # fmt: skip
 
     def _block(self, embedding: torch.Tensor, output: Weight) -> BlockWeights:
-        """Products with embedding and output layer are made once, for all tokens."""
+        """Masks and matrices, and the tables that are made of them."""
         hidden, rank = self._spec.hidden_size, self._spec.block_rank
         previous = self._tensor("previous.weight", (rank, hidden))
         following = self._tensor("following.weight", (hidden, rank))
         return BlockWeights(
             masks=self._tensor("mask_embedding.weight", (self._spec.block_size, hidden)),
-            previous=linear(embedding, previous),
-            following=linear(following.mT.contiguous(), output).mT.contiguous(),
+            previous=previous,
+            following=following,
+            previous_table=previous_rows(embedding, previous),
+            following_table=following_rows(output, following),
         )
 
     def _own_embedding(self) -> torch.Tensor:

@@ -24,7 +24,8 @@ DRAFT_VOCAB = 32_000
 
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYER = "model.layers.0."
-_BLOCK_TENSORS = ("mask_embedding.weight", "previous.weight", "following.weight")
+# Of a block drafter, with the side of each that has the w channels.
+_BLOCK_TENSORS = {"mask_embedding.weight": 1, "previous.weight": 1, "following.weight": 0}
 _ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -119,7 +120,7 @@ class WidenedEagle:
             "lm_head.weight": (self.shape.vocab, width),
             "d2t": (self.shape.vocab,),
             "t2d": (vocab,),
-            **{name: self._wide_size(tensor) for name, tensor in self._of_block().items()},
+            **{name: self._block_shape(name) for name in _BLOCK_TENSORS if name in self._weights},
         }
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -135,10 +136,9 @@ class WidenedEagle:
         }
         if name in made:
             return made[name]()
-        of_block = self._of_block()
-        if name in of_block:
-            small = of_block[name]
-            large = torch.zeros(self._wide_size(small), dtype=self.dtype)
+        if name in _BLOCK_TENSORS:
+            small = self._weights[name]
+            large = torch.zeros(self._block_shape(name), dtype=self.dtype)
             large[: small.shape[0], : small.shape[1]] = small
             return large
         inner = name.replace("midlayer.", _LAYER)
@@ -146,13 +146,10 @@ class WidenedEagle:
             return torch.cat([half.tensor(inner) for half in self._halves], dim=1)
         return embedding_half.tensor(inner)
 
-    def _of_block(self) -> dict[str, torch.Tensor]:
-        return {name: self._weights[name] for name in _BLOCK_TENSORS if name in self._weights}
-
-    def _wide_size(self, small: torch.Tensor) -> tuple[int, ...]:
-        """The shape of a tensor whose side of w channels becomes one of W; a rank is less than w."""
-        width = self._config["hidden_size"]
-        return tuple(self.shape.hidden if size == width else size for size in small.shape)
+    def _block_shape(self, name: str) -> tuple[int, ...]:
+        sizes = list(self._weights[name].shape)
+        sizes[_BLOCK_TENSORS[name]] = self.shape.hidden
+        return tuple(sizes)
 
     def _fc(self) -> torch.Tensor:
         own, width, wide = self._weights["fc.weight"], self._config["hidden_size"], self.shape.hidden

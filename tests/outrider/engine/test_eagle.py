@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights
-from outrider.engine.eagle import EagleHead, load_eagle_head
+from outrider.engine.eagle import BlockHead, EagleHead, load_eagle_head
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.weight_source import SafetensorsSource
@@ -278,6 +278,24 @@ def test_only_a_head_of_the_third_layout_has_a_block(target: Path, tmp_path: Pat
     change_config(tmp_path, {"block_size": 4, "block_rank": 6})
     with pytest.raises(CheckpointError, match="block_size is given, which a head of the eagle3 layout alone has"):
         load_head(tmp_path, target)
+
+
+def test_a_block_s_bias_follows_the_weights_of_its_target(target: Path, tmp_path: Path) -> None:
+    write_random_eagle(tmp_path, target, block_size=4)
+    embedding, output = torch.randn(2, VOCAB, HIDDEN).unbind()
+
+    def load() -> BlockHead:
+        head = load_eagle_head(tmp_path, embedding=embedding, output=output, target_layers=5, max_positions=16)
+        assert isinstance(head, BlockHead)
+        return head
+
+    block, tokens = load(), torch.arange(VOCAB)
+    first = block.bias(tokens)
+    for weights in (embedding, output):
+        weights.normal_()
+    block.refill()
+    assert torch.equal(block.bias(tokens), load().bias(tokens))
+    assert not torch.allclose(block.bias(tokens), first, atol=0.1)
 
 
 def test_folders_without_a_head_are_refused(target: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Trees of a head or block drafter in the target's rounds: its own guesses from the target's hidden states alone."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,30 @@ def test_trees_are_the_heads_guesses_from_the_targets_hidden_states(
     assert watcher.nodes > 40 and watcher.depth == 3 and watcher.waited > 1
     if kind == "trained":
         assert sum(result.accepted for result in driver.decoded[0].results) > 8
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "block", "block, fewer tokens"])
+def test_trees_are_guesses_with_the_weights_that_a_reload_has_brought(
+    checkpoint: Path, reference_model: LlamaForCausalLM, tmp_path: Path, kind: str
+):
+    other, folder = tmp_path / "other", tmp_path / "head"
+    shutil.copytree(checkpoint, other)
+    torch.manual_seed(4)
+    model = LlamaForCausalLM(reference_model.config).eval()
+    model.save_pretrained(other)
+    write_random_eagle(folder, checkpoint, **HEADS[kind])
+    runner = make_runner(checkpoint)
+    config, draft = config_of(runner), load_draft(runner, folder, branching=BRANCHING, most_steps=3)
+    program = WatchedProgram.of_runner(runner, config, draft=draft)
+    loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program)
+    assert program.drafter is not None
+    program.drafter.pace = FixedSteps(3)
+    loop.reload(other)
+    watcher, driver = Watcher(program, model, other, folder), Driver(loop)
+    spec = replace(SPECS["greedy"], max_new_tokens=8)
+    driver.open(1, spec, plain_decode(model, PROMPT, spec).tokens, no_tree)
+    driver.run()
+    assert watcher.nodes > 20 and watcher.depth == 3
 
 
 @pytest.mark.parametrize("name", ["greedy", "coupled", "penalties"])

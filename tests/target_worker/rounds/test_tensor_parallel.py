@@ -135,17 +135,19 @@ def test_a_drafter_beside_two_ranks_gives_the_tokens_of_off(folder: Path, model:
             assert accepted > 0.4 * len(tokens) or name not in KNOWN
 
 
+@pytest.mark.parametrize("block_size", [None, 4])
 def test_a_head_beside_two_ranks_gets_the_output_layer_of_a_reload(
-    folder: Path, model: Qwen3ForCausalLM, tmp_path: Path
+    folder: Path, model: Qwen3ForCausalLM, tmp_path: Path, block_size: int | None
 ):
-    """Weights whose output layer has its rows in another order, and a head that knows the texts of that model."""
+    """Weights whose output layer has its rows in another order, and a drafter that knows the texts of that model."""
     other = Qwen3ForCausalLM(model.config).eval()
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         other.lm_head.weight.copy_(model.lm_head.weight[torch.randperm(61)])
     other.save_pretrained(tmp_path / "other")
     wanted = plain_decode(other, PROMPT, SPECS["greedy"]).tokens
-    head = write_tiny_head(tmp_path / "head", tmp_path / "other", other, [[*PROMPT, *wanted]])
+    texts = [[*PROMPT, *wanted]]
+    head = write_tiny_head(tmp_path / "head", tmp_path / "other", other, texts, block_size=block_size)
     with drafted(folder, head) as loop:
         loop.reload(tmp_path / "other")
         tokens, accepted = run(loop, 1, "greedy", wanted)
