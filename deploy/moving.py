@@ -26,7 +26,7 @@ REFUSED_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a look at the machines gave.
+    """Outcome of a look at the machines.
 
     Attributes:
         known: address by id of the nodes that Ray takes for alive.

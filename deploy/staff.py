@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.1
 _END_SLACK_S = 2.0
 FIELDS = {Role.COORDINATOR: "coordinators", Role.TARGET: "targets", Role.DRAFT: "draft_workers"}
-"""What counts each role in the configuration."""
+"""The configuration's fields that count each role."""
 
 
 class Staff:

@@ -11,7 +11,7 @@ from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
 
 class Registry(registry_pb2_grpc.RegistryServiceServicer):
-    """What one worker has said.
+    """A registry that keeps what one worker has said.
 
     Attributes:
         introduced: how it has introduced itself.

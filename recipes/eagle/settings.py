@@ -1,4 +1,4 @@
-"""What a head and a block drafter are and how they are trained, and a few seconds of it to try the recipe itself."""
+"""Shape and training of a head and of a block drafter, and a few seconds of it to try the recipe itself."""
 
 from dataclasses import dataclass, replace
 

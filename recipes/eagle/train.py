@@ -116,7 +116,7 @@ def pair_text(recipe: Recipe, target: Llama, work: Path, device: torch.device) -
 
 
 def _written_text(recipe: Recipe, target: Llama, source: Tensor, file: Path) -> tuple[Tensor, Tensor]:
-    """What the target writes, as `write_texts` returns it; an earlier run's, if that was asked for the same."""
+    """Return texts of the target as `write_texts` does; an earlier run's, if that was asked for the same."""
     asked = {
         "written": asdict(recipe.written),
         "source": _digest(source),

@@ -83,7 +83,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """What a coordinator reads of a checkpoint, for a model over bytes."""
+    """The files of a checkpoint that a coordinator reads, for a model over bytes."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -53,7 +53,7 @@ class EagleSpec:
 
     @property
     def is_block(self) -> bool:
-        """Whether it is a block drafter."""
+        """True for a block drafter."""
         return self.block_size > 1
 
     @property

@@ -28,7 +28,7 @@ _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockWeights:
-    """What a block drafter has beside a head's weights.
+    """Weights of a block drafter beside those of a head.
 
     Attributes:
         masks: [B, N], added to what enters at each position.
