@@ -133,6 +133,9 @@ async def _stream(endpoint: str, tls: TlsConfig | None) -> AsyncIterator[_Stream
         call = registry_pb2_grpc.RegistryServiceStub(channel).Reload()
         try:
             yield _Stream(endpoint, call)
+            # By the time that it has ended at the coordinator's side, too, requests and other reloads may begin.
+            await call.done_writing()
+            await call.read()
         finally:
             # What ends a stream lets requests begin again.
             call.cancel()
