@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from starlette.routing import BaseRoute
 
-from outrider import __version__, collector
+from outrider import __version__
 from outrider.addresses import Resolve, resolver
 from outrider.coordinator.api.access import Access, TokenInterceptor
 from outrider.coordinator.api.http.app import create_app
@@ -29,8 +29,9 @@ from outrider.coordinator.workers.peers import Peers, PeerServicer
 from outrider.coordinator.workers.registry import RegistryServicer
 from outrider.errors import WorkerUnavailable
 from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint
-from outrider.open_files import allow_many_files
 from outrider.request_decoding import add_service
+from outrider.roles import collector
+from outrider.roles.open_files import allow_many_files
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role

@@ -11,9 +11,9 @@ from typing import Any
 import ray
 import ray.util
 
-from outrider.awake import cores_awake
 from outrider.deploy.telemetry import Telemetry
-from outrider.start_progress import Stages
+from outrider.roles.awake import cores_awake
+from outrider.roles.start_progress import Stages
 from outrider.tracing import exporting
 from outrider.v1 import generation_pb2
 

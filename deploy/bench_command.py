@@ -27,7 +27,7 @@ from outrider.deploy.config_file import read_fields
 from outrider.deploy.plan import make_plan
 from outrider.deploy.ray_token import prefer_token
 from outrider.errors import LoadtestFailed
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 from outrider.security.commands import TlsCa, TokenPath, client_options
 
 _FAILED, _INTERRUPTED = 1, 130

@@ -14,9 +14,8 @@ from outrider.kernels.compiled import IS_COMPILED
 def _draft() -> None:
     import torch
 
-    from outrider import acceptance_calibration
     from outrider.draft_worker.drafters.ngram import drafter
-    from outrider.drafting import expansions
+    from outrider.drafting import acceptance_calibration, expansions
     from outrider.kernels.drafting.children import estimate_children_reference
     from outrider.kernels.sampling.rows import SampledRows
 

@@ -11,8 +11,8 @@ from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.draft_worker.config import DraftSource, DraftWorkerConfig
 from outrider.draft_worker.drafters.ngram.options import MatchType
 from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
-from outrider.log_output import LogFormat
 from outrider.models import embedded_draft_path
+from outrider.roles.log_output import LogFormat
 from outrider.target_worker.config import TargetWorkerConfig
 
 

@@ -15,7 +15,6 @@ import ray.exceptions
 import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from outrider import standby_start
 from outrider.deploy import placement
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
 from outrider.deploy.config import Bind, DeployConfig
@@ -27,7 +26,8 @@ from outrider.deploy.placement import KeptPlaces, Node
 from outrider.deploy.roles import Roles, WorkerSetting
 from outrider.deploy.telemetry import Telemetry
 from outrider.errors import WorkerUnavailable
-from outrider.ports import check_free, free_port
+from outrider.roles import standby_start
+from outrider.roles.ports import check_free, free_port
 from outrider.security.roles import Role
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from outrider.deploy.model_files import ModelFiles, complete, find_model
 from outrider.deploy.resources import asked_target_gpus, most_drafts, worker_gpus
 from outrider.errors import CheckpointError, OutriderError
 from outrider.models import embedded_draft_path, embedded_target_path
-from outrider.ports import check_free
+from outrider.roles.ports import check_free
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.security.tokens import TokenFile

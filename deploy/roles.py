@@ -18,9 +18,9 @@ from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 from outrider.deploy.resources import target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.roles.start_progress import report_stage
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
-from outrider.start_progress import report_stage
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.v1 import generation_pb2
 

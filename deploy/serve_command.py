@@ -25,8 +25,8 @@ from outrider.deploy.config import DeployConfig
 from outrider.deploy.config_file import as_in_file, read_fields
 from outrider.deploy.plan import make_plan
 from outrider.deploy.ray_token import prefer_token
-from outrider.forked_process import wake_stand_by
-from outrider.standby_start import OWNER_VARIABLE
+from outrider.roles.forked_process import wake_stand_by
+from outrider.roles.standby_start import OWNER_VARIABLE
 
 INTERRUPTED = 130
 # That each role gets after Ctrl-C, and after which nothing is waited for any more.

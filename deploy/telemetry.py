@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from outrider.deploy.config import DeployConfig
-from outrider.log_output import JsonFormatter, LogFormat, TextFormatter
+from outrider.roles.log_output import JsonFormatter, LogFormat, TextFormatter
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 

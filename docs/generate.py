@@ -119,7 +119,8 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def python_page() -> str:
     """The client and the errors, with their docstrings."""
-    from outrider import client, client_outputs, errors
+    from outrider import client, errors
+    from outrider.client import outputs as client_outputs
     from outrider.security import tls
 
     places = [

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from outrider.addresses import Resolve
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.loading import LoadedDrafters, load_drafters
+from outrider.draft_worker.drafters.loading import LoadedDrafters, load_drafters
 from outrider.draft_worker.metrics import draft_metrics
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.loop import GrowthLoop, spare_collector
@@ -13,9 +13,9 @@ from outrider.draft_worker.service import SERVICE, DraftStream, pack_calibration
 from outrider.front.calls import Calls
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
+from outrider.roles.worker_service import Loaded, Worker, serve_worker
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, registry_pb2
-from outrider.worker_service import Loaded, Worker, serve_worker
 
 __all__ = ["DraftWorkerConfig", "serve"]
 

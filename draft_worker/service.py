@@ -4,8 +4,6 @@ import logging
 from collections.abc import Mapping
 
 from outrider import rpc
-from outrider.acceptance_calibration import RELIABILITY_EDGES, LearnedBuckets
-from outrider.draft_distribution import pack_distributions
 from outrider.draft_worker.rounds.commands import (
     CloseCommand,
     Command,
@@ -17,10 +15,12 @@ from outrider.draft_worker.rounds.commands import (
 )
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.drafting.acceptance_calibration import RELIABILITY_EDGES, LearnedBuckets
+from outrider.drafting.draft_distribution import pack_distributions
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, to_proto
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.front.calls import Call, SessionStream
-from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, to_proto
-from outrider.log_output import about
+from outrider.roles.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes

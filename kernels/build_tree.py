@@ -39,8 +39,8 @@ from outrider.kernels.argument_checks import (
     write_back,
 )
 from outrider.kernels.backend import check_shape, uses_triton
-from outrider.kernels.build_tree_kernels import launch_build_tree
-from outrider.kernels.tree_links import first_marked, link_views, links_of_parents
+from outrider.kernels.verification.build_tree_kernels import launch_build_tree
+from outrider.kernels.verification.tree_links import first_marked, link_views, links_of_parents
 
 __all__ = ["MAX_TREE_NODES", "TreeMaskMode", "build_tree_kernel_efficient", "build_tree_reference"]
 

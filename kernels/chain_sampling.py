@@ -29,9 +29,9 @@ import torch
 
 from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place, check_tensors
 from outrider.kernels.backend import check_shape, uses_triton
-from outrider.kernels.chain_sampling_kernels import OFFSET_FACTOR, launch_chain_sampling, signed
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32_reference
-from outrider.kernels.residual_sampling import residual_tokens_reference
+from outrider.kernels.sampling.residual_sampling import residual_tokens_reference
+from outrider.kernels.verification.chain_sampling_kernels import OFFSET_FACTOR, launch_chain_sampling, signed
 
 __all__ = [
     "chain_speculative_sampling",

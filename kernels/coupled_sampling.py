@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from outrider.kernels.backend import uses_triton
-from outrider.kernels.coupled_sampling_kernels import launch_choice, launch_topk
 from outrider.kernels.noise import STREAM_CHOICE, gumbel_noise_reference
-from outrider.kernels.sampling_rows import SamplingRows, checked_rows
+from outrider.kernels.sampling.coupled_kernels import launch_choice, launch_topk
+from outrider.kernels.sampling.row_arguments import SamplingRows, checked_rows
 
 __all__ = [
     "coupled_choice",

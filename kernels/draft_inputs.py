@@ -1,9 +1,9 @@
 """What draft heads (EAGLE, MTP, parallel drafting) are fed with, between the target's verdict and the draft's forward.
 
-    eagle_step_update_slot_mapping_and_metadata   next positions, KV slots and lengths (`outrider.kernels.step_inputs`)
+    eagle_step_update_slot_mapping_and_metadata   next positions, KV slots and lengths (`drafting.step_inputs`)
     eagle_prepare_inputs_padded                   which row of each request is sampled, how many were rejected
     eagle_prepare_next_token_padded               the token that each request goes on with
-    copy_and_expand_eagle_inputs                  inputs with room for new tokens (`outrider.kernels.expand_inputs`)
+    copy_and_expand_eagle_inputs                  inputs with room for new tokens (`drafting.expand_inputs`)
     extend_all_queries_by_N                       the attention metadata of inputs that have grown by N tokens each
 
 None of them looks at a device's values from the host, so all can be captured in a CUDA graph.
@@ -24,8 +24,8 @@ import torch
 
 from outrider.kernels.argument_checks import check_at_least, check_columns, check_dtype, write_back
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
-from outrider.kernels.expand_inputs import copy_and_expand_eagle_inputs
-from outrider.kernels.step_inputs import PAD_SLOT, eagle_step_update_slot_mapping_and_metadata
+from outrider.kernels.drafting.expand_inputs import copy_and_expand_eagle_inputs
+from outrider.kernels.drafting.step_inputs import PAD_SLOT, eagle_step_update_slot_mapping_and_metadata
 
 __all__ = [
     "PAD_SLOT",

@@ -11,7 +11,7 @@ step form a chain of such launches, each of which keeps three rules:
     that anything is written.
 
 What fills the arrays of the step must therefore be followed, before or as the first of a chain, by a launch without
-`gdc_launch_dependents`: any kernel of torch, or one of `outrider.kernels.slot_updates`.
+`gdc_launch_dependents`: any kernel of torch, or one of `outrider.kernels.attention.slot_updates`.
 """
 
 from __future__ import annotations

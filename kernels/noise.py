@@ -30,7 +30,7 @@ import torch
 
 from outrider.kernels.argument_checks import INDEX_DTYPES, NeededTensor, check_at_least, check_tensors
 from outrider.kernels.backend import jit, tl, triton, uses_triton
-from outrider.kernels.noise_blocks import gumbel_of_word, philox_words, word_of_ids
+from outrider.kernels.sampling.noise_blocks import gumbel_of_word, philox_words, word_of_ids
 
 __all__ = [
     "STREAM_CHOICE",

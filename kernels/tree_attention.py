@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.argument_checks import FLOAT_DTYPES, check_place, check_tensors
+from outrider.kernels.attention.batch import SessionPlan, TreeAttentionBatch
+from outrider.kernels.attention.launch import AttentionCall, AttentionNumbers, launch
 from outrider.kernels.backend import check_shape, uses_triton
-from outrider.kernels.tree_attention_batch import SessionPlan, TreeAttentionBatch
-from outrider.kernels.tree_attention_launch import AttentionCall, AttentionNumbers, launch
 
 __all__ = ["TreeAttentionBatch", "check_arguments", "tree_attention", "tree_attention_reference"]
 

@@ -25,7 +25,13 @@ import torch
 
 from outrider.kernels.argument_checks import check_at_least, check_columns, check_tensors, write_back
 from outrider.kernels.backend import jit, tl, triton, uses_triton
-from outrider.kernels.tree_links import first_marked, link_views, links_of_parents, links_of_rows, stretch_of
+from outrider.kernels.verification.tree_links import (
+    first_marked,
+    link_views,
+    links_of_parents,
+    links_of_rows,
+    stretch_of,
+)
 
 __all__ = [
     "reconstruct_indices_from_tree_mask",

@@ -25,9 +25,9 @@ import torch
 
 from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_tensors, write_back
 from outrider.kernels.backend import uses_triton
-from outrider.kernels.residual_sampling import residual_tokens_reference
-from outrider.kernels.tree_links import check_walk, children_of
-from outrider.kernels.tree_sampling_kernels import launch_tree_sampling, rounded_thresholds
+from outrider.kernels.sampling.residual_sampling import residual_tokens_reference
+from outrider.kernels.verification.tree_links import check_walk, children_of
+from outrider.kernels.verification.tree_sampling_kernels import launch_tree_sampling, rounded_thresholds
 
 __all__ = ["tree_speculative_sampling_target_only", "tree_speculative_sampling_target_only_reference"]
 

@@ -22,9 +22,9 @@ import torch
 from outrider.kernels.argument_checks import check_place
 from outrider.kernels.backend import uses_triton
 from outrider.kernels.coupled_sampling import coupled_choice_reference
-from outrider.kernels.coupled_sampling_kernels import launch_choice
-from outrider.kernels.sampling_rows import checked_rows
-from outrider.kernels.tree_links import check_walk
+from outrider.kernels.sampling.coupled_kernels import launch_choice
+from outrider.kernels.sampling.row_arguments import checked_rows
+from outrider.kernels.verification.tree_links import check_walk
 from outrider.kernels.verify_tree import follow_choices
 
 __all__ = ["verify_coupled"]

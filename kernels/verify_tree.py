@@ -25,7 +25,7 @@ import torch
 
 from outrider.kernels.argument_checks import check_dtype, check_place, write_back
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
-from outrider.kernels.tree_links import check_walk, children_of
+from outrider.kernels.verification.tree_links import check_walk, children_of
 
 __all__ = ["follow_choices", "verify_tree_greedy", "verify_tree_greedy_reference"]
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider import collector
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
 from outrider.front.calls import Call, Calls
@@ -12,6 +11,9 @@ from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
 from outrider.metrics.families import Describe, Families
 from outrider.metrics.worker import WorkerGauges, describe_worker
+from outrider.roles import collector
+from outrider.roles.worker import model_info
+from outrider.roles.worker_service import Loaded, Worker, serve_worker
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.drafters.loading import load_draft, room_for_draft
@@ -22,8 +24,6 @@ from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream, pack_load
 from outrider.v1 import common_pb2, registry_pb2
-from outrider.worker import model_info
-from outrider.worker_service import Loaded, Worker, serve_worker
 
 __all__ = ["TargetWorkerConfig", "serve"]
 

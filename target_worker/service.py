@@ -13,8 +13,8 @@ from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.commands import Command, HoldCommand, LeaveCommand, Load, RoundCost
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.rounds.thread import RoundThread
-from outrider.target_worker.sessions import SessionFault, TokenLogprobs
-from outrider.target_worker.unpacking import unpack
+from outrider.target_worker.sessions.requests import SessionFault, TokenLogprobs
+from outrider.target_worker.sessions.unpacking import unpack
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_to_bytes
 

@@ -20,7 +20,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from outrider import acceptance_prior
+from outrider.drafting import acceptance_prior
 
 _TEMPERATURES = (0.0, 0.6, 1.0)
 _BEGIN, _END = "# fitted: begin\n", "# fitted: end\n"
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     parser.add_argument("--json", action="store_true", help="figures on standard output, the table on the other")
     parser.add_argument(
-        "--write", action="store_true", help="prior: put the numbers into src/outrider/acceptance_prior.py"
+        "--write", action="store_true", help="prior: put the numbers into src/outrider/drafting/acceptance_prior.py"
     )
     chosen = parser.parse_args(arguments)
     if not 1 <= chosen.prompts <= REPORT_PROMPTS or chosen.tokens < (chosen.what != "acceptance"):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from benchmarks.calibration_bench.positions import Positions, Rule
 from scipy.stats import rankdata
 
-from outrider.acceptance_calibration import RELIABILITY_EDGES, AcceptanceCalibration
+from outrider.drafting.acceptance_calibration import RELIABILITY_EDGES, AcceptanceCalibration
 
 FloatArray = npt.NDArray[np.floating]
 BoolArray = npt.NDArray[np.bool_]

@@ -14,8 +14,8 @@ from benchmarks.calibration_bench.estimates import buckets_of
 from benchmarks.calibration_bench.positions import CHILDREN, Positions
 from scipy.optimize import minimize
 
-from outrider import acceptance_prior
-from outrider.acceptance_calibration import BINS, GAP_EDGES, RULES, SURPRISE_EDGES, AcceptanceCalibration
+from outrider.drafting import acceptance_prior
+from outrider.drafting.acceptance_calibration import BINS, GAP_EDGES, RULES, SURPRISE_EDGES, AcceptanceCalibration
 
 FloatArray = npt.NDArray[np.float64]
 Curve = Callable[[FloatArray], FloatArray]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.loading import load_drafters
+from outrider.draft_worker.drafters.loading import load_drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.engine.model_runner import EngineConfig, ModelRunner
@@ -23,7 +23,7 @@ from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth as TargetGrowth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.step_cost import StepCost
-from outrider.target_worker.sessions import WITHOUT_LIMIT, OpenRequest, SessionKey
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, OpenRequest, SessionKey
 
 _MAX_LEN = 512
 _SESSIONS = 64

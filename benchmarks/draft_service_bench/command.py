@@ -23,7 +23,7 @@ from benchmarks.kernel_bench.command import commit
 from rich.console import Console
 from rich.table import Table
 
-from outrider.awake import cores_awake
+from outrider.roles.awake import cores_awake
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Sessions of one coordinator are closed before the next opens its own, and are never mistaken for them.

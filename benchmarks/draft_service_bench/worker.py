@@ -19,16 +19,16 @@ import torch
 import uvloop
 from benchmarks.target_bench.models import BenchModel, folder_model, shape_model
 
-from outrider.awake import cores_awake
 from outrider.draft_worker import server
 from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.draft_worker.drafters.loading import LoadedDrafters
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
-from outrider.draft_worker.loading import LoadedDrafters
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.engine.model_runner import ModelRunner
 from outrider.models import embedded_draft_path
-from outrider.worker import model_info
+from outrider.roles.awake import cores_awake
+from outrider.roles.worker import model_info
 
 # Most tokens of a session; the embedded draft takes no more on a CPU.
 _MAX_LEN = {"cpu": 2048, "cuda": 8192}

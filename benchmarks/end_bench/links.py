@@ -9,7 +9,7 @@ from typing import Self
 
 from benchmarks.faults.proxy import Conditions, Proxy
 
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 
 # Where workers listen, and where coordinators dial them: the same port of another address of this machine.
 LISTENING, PROXIED = "127.0.0.1", "127.0.0.2"

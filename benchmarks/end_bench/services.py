@@ -16,7 +16,7 @@ from benchmarks.end_bench.links import Links
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
 from outrider.models import embedded_draft_path
-from outrider.role_process import RoleProcess, prepare_forks, stop_all
+from outrider.roles.role_process import RoleProcess, prepare_forks, stop_all
 
 _POLL_S = 0.05
 

@@ -21,7 +21,7 @@ import grpc.aio
 from benchmarks.faults.history import Broken, ChoiceWanted, End, Ended, History, ToldDelta
 
 from outrider.client import AsyncClient, GenerateOptions
-from outrider.client_request import build_request
+from outrider.client.request import build_request
 from outrider.errors import OutriderError
 from outrider.models import held_out_prompts
 from outrider.rpc import CHANNEL_OPTIONS

@@ -26,7 +26,7 @@ from benchmarks.faults.proxy import Conditions, Proxy
 
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError, WorkerUnavailable
-from outrider.role_process import RoleProcess, stop_all
+from outrider.roles.role_process import RoleProcess, stop_all
 from outrider.v1 import generation_pb2
 
 LOOPBACK, PROXIED = "127.0.0.1", "127.0.0.2"

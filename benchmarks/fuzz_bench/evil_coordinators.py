@@ -19,7 +19,7 @@ from benchmarks.fuzz_bench.messages import MessageFuzzer
 from benchmarks.fuzz_bench.run import WARM_UP_SHARE, Finding, Outcome, rss_mb
 
 from outrider.addresses import resolver
-from outrider.registration import SHORTEST_HEARTBEAT_S, Registrar
+from outrider.roles.registration import SHORTEST_HEARTBEAT_S, Registrar
 from outrider.rpc import SERVER_OPTIONS
 from outrider.v1 import registry_pb2
 

@@ -20,8 +20,8 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.server import serve as serve_draft
+from outrider.kernels.linear.packed_weight import ROW_SIZES, PackedWeight, can_pack
 from outrider.kernels.noise import gumbel_noise_reference
-from outrider.kernels.packed_weight import ROW_SIZES, PackedWeight, can_pack
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.server import serve as serve_target
 

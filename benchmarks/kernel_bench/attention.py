@@ -127,7 +127,7 @@ def _flashinfer_runs(
     """Its mask over all keys, its causal kernel (another answer), and this repository's use of it in two passes."""
     if flashinfer is None or shape.window:
         return {}
-    from outrider.kernels.tree_attention_flashinfer import tree_attention_flashinfer
+    from outrider.kernels.attention.flashinfer import tree_attention_flashinfer
 
     query, key, value = tensors
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)

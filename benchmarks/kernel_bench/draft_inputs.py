@@ -36,7 +36,7 @@ def cases() -> list[Case]:
 
 
 def _build_step(device: torch.device, _flashinfer: Any) -> Subject:
-    from outrider.kernels.step_inputs import eagle_step_reference, eagle_step_update_slot_mapping_and_metadata
+    from outrider.kernels.drafting.step_inputs import eagle_step_reference, eagle_step_update_slot_mapping_and_metadata
 
     positions = torch.randint(0, _MAX_LEN - 1, (_BATCH,), device=device)
     table = torch.randint(0, 100_000, (_BATCH, _BLOCKS), dtype=torch.int32, device=device)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 from outrider import ops
-from outrider.kernels.gated_activation import gated_activation
-from outrider.kernels.residual_norm import residual_norm
-from outrider.kernels.rotary_store import rotary_store
-from outrider.kernels.skinny_linear import gated_linear, linear, linear_parts
-from outrider.kernels.slot_updates import gather_slot_rows, store_positions
+from outrider.kernels.attention.rotary_store import rotary_store
+from outrider.kernels.attention.slot_updates import gather_slot_rows, store_positions
+from outrider.kernels.linear.gated_activation import gated_activation
+from outrider.kernels.linear.residual_norm import residual_norm
+from outrider.kernels.linear.skinny import gated_linear, linear, linear_parts
 
 WILD = (2**62, -(2**62), 2**63 - 1, -(2**63), 2**31, 2**32 + 1)
 _WILD_INT32 = (2**31 - 1, -(2**31), 2**31 - 100, -5)

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from outrider.awake import cores_awake
 from outrider.models import embedded_draft_path, embedded_target_path, held_out_prompts
+from outrider.roles.awake import cores_awake
+from outrider.roles.worker import share_interpreter
 from outrider.sampling import SamplingSpec
-from outrider.worker import share_interpreter
 
 MODES = ("off", "replay", "model")
 _COLUMNS = (

@@ -16,7 +16,7 @@ from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.sessions import OpenRequest
+from outrider.target_worker.sessions.requests import OpenRequest
 
 INCARNATION = 1
 # Messages of growth between two looks at the device.

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.config import TargetWorkerConfig
-from outrider.target_worker.sessions import OpenRequest
+from outrider.target_worker.sessions.requests import OpenRequest
 
 # Steps from which the usual one is known, and those behind a first token and before the next arrival.
 _USUAL_STEPS, _STEPS_BEHIND, _STEPS_BETWEEN = 40, 3, 8

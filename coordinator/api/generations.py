@@ -27,7 +27,7 @@ from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.coordinator.workers.peers import Peers
 from outrider.errors import OutriderError, Overloaded, Superseded
-from outrider.log_output import about
+from outrider.roles.log_output import about
 from outrider.v1 import common_pb2, generation_pb2
 
 logger = logging.getLogger(__name__)

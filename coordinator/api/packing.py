@@ -12,7 +12,7 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.growth_source import to_proto
+from outrider.drafting.growth_source import to_proto
 from outrider.v1 import generation_pb2, target_pb2
 from outrider.wire import floats_to_bytes
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from outrider.coordinator.api.field_checks import FieldChecks
 from outrider.coordinator.sessions.messages import SpeculationMode
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import FieldViolation
-from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import VerificationRule, rule_from_proto
 from outrider.v1 import common_pb2, generation_pb2
 

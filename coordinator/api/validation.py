@@ -17,8 +17,8 @@ from outrider.coordinator.api.unknown_fields import unknown_fields
 from outrider.coordinator.sessions.messages import GenerationRequest, SpeculationMode
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
-from outrider.growth_source import GrowthSource
 from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, generation_pb2

@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
-from outrider.client_outputs import source_speculation
+from outrider.client.outputs import source_speculation
 from outrider.command_options import OtlpEndpoint
 from outrider.coordinator.workers.calibration_status import calibration_dict, calibration_tables
-from outrider.growth_source import WORDS, GrowthSource, sources_from_proto
+from outrider.drafting.growth_source import WORDS, GrowthSource, sources_from_proto
 from outrider.security.commands import TlsCa, TokenPath, client_options
 from outrider.tracing import exporting
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.messages import Growth, Outcome, RoundResults
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.session import Session

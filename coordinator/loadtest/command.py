@@ -20,7 +20,7 @@ from outrider.coordinator.loadtest.client_process import Access, loop_factory
 from outrider.coordinator.loadtest.options import LoadtestConfig
 from outrider.coordinator.loadtest.progress import ProgressView
 from outrider.coordinator.loadtest.running import Run, run_all
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 from outrider.security.commands import TlsCa, TokenPath, client_options
 
 FAILED, INTERRUPTED = 1, 130

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider.client_errors import error_of
-from outrider.client_progress import Progress
+from outrider.client.errors import error_of
+from outrider.client.progress import Progress
 from outrider.coordinator.loadtest.records import RequestRecord, positions, round_times
 from outrider.coordinator.loadtest.senders import Ask
 from outrider.coordinator.loadtest.workloads import Prompt

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from outrider.coordinator.loadtest.arrivals import Arrivals
-from outrider.growth_source import WORDS
+from outrider.drafting.growth_source import WORDS
 
 Mode = Literal["async", "sync", "off"]
 Dataset = Literal["python", "random", "shared-prefix", "multi-turn", "jsonl", "sharegpt", "trace"]

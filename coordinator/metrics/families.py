@@ -20,7 +20,7 @@ from outrider.coordinator.sessions.messages import SourceCounts
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.registered_worker import RegisteredWorker
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.metrics.families import Families, registry_of
 from outrider.v1 import registry_pb2
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from outrider.draft_distribution import DraftDistribution
-from outrider.growth_source import ALL_SOURCES, GrowthSource
+from outrider.drafting.draft_distribution import DraftDistribution
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
 
 if TYPE_CHECKING:

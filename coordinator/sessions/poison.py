@@ -25,7 +25,7 @@ from enum import Enum, auto
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.session import Session
 from outrider.errors import PoisonRequest
-from outrider.log_output import about
+from outrider.roles.log_output import about
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from outrider.errors import (
     WeightsReplaced,
     WorkerUnavailable,
 )
-from outrider.log_output import about
+from outrider.roles.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from outrider.coordinator.sessions.messages import (
 )
 from outrider.coordinator.sessions.source_counts import SourceTally
 from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import InternalError
-from outrider.growth_source import GrowthSource
-from outrider.log_output import about
+from outrider.roles.log_output import about
 from outrider.sampling import VerificationRule
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Self
 
 from outrider.coordinator.sessions.messages import Outcome, SourceCounts
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 
 _SOURCES = tuple(GrowthSource)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from outrider.growth_source import GrowthSource, sources_from_proto
+from outrider.drafting.growth_source import GrowthSource, sources_from_proto
 from outrider.v1 import common_pb2, generation_pb2
 from outrider.wire import floats_from_bytes
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from outrider.coordinator.workers.links import DraftLink
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.v1 import registry_pb2
 
 

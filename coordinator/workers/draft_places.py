@@ -17,7 +17,7 @@ from outrider.coordinator.sessions.messages import SpeculationMode
 from outrider.coordinator.sessions.session import PLACES, Drafter, Session
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.target_peer import TargetPeer
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.v1 import target_pb2
 
 # An EAGLE head grows where the target runs, and a chain is drawn by a model.

@@ -14,7 +14,7 @@ from outrider.coordinator.workers.draft_places import DraftPlaces
 from outrider.coordinator.workers.links import DraftLink
 from outrider.coordinator.workers.shared_places import SharedPlaces
 from outrider.coordinator.workers.target_peer import TargetPeer
-from outrider.growth_source import GrowthSource, sources_from_proto
+from outrider.drafting.growth_source import GrowthSource, sources_from_proto
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)

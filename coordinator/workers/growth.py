@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from outrider.coordinator.sessions.messages import GrowthBatch
 from outrider.coordinator.workers.answers import usable_acceptance
-from outrider.draft_distribution import DraftDistribution, unpack_distributions
-from outrider.growth_source import GrowthSource
+from outrider.drafting.draft_distribution import DraftDistribution, unpack_distributions
+from outrider.drafting.growth_source import GrowthSource
 from outrider.v1 import draft_pb2
 from outrider.wire import MOST_NODES, floats_from_bytes
 

@@ -23,7 +23,7 @@ from outrider.coordinator.sessions.messages import (
 from outrider.coordinator.workers.answers import check_report, check_results
 from outrider.coordinator.workers.growth import growth_batch
 from outrider.coordinator.workers.worker_link import WorkerLink
-from outrider.growth_source import ALL_SOURCES, sources_to_proto
+from outrider.drafting.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc

@@ -8,8 +8,8 @@ from typing import Any
 from outrider.coordinator.sessions.poison import LossKind
 from outrider.coordinator.workers.answers import check_load
 from outrider.coordinator.workers.links import DraftLink, TargetLink
-from outrider.log_output import about
-from outrider.step_watch import patience_s
+from outrider.roles.log_output import about
+from outrider.roles.step_watch import patience_s
 from outrider.v1 import common_pb2, registry_pb2
 
 

@@ -19,11 +19,11 @@ from outrider.coordinator.workers.quarantine import Quarantine
 from outrider.coordinator.workers.registered_worker import RegisteredWorker
 from outrider.coordinator.workers.reload import Reloads
 from outrider.errors import InvalidRequest, OutriderError, WorkerRefused, WorkerUnavailable
+from outrider.roles.step_watch import Stopwatch
+from outrider.roles.worker import until_any
 from outrider.security.callers import check_registration
 from outrider.security.roles import Role
-from outrider.step_watch import Stopwatch
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2, registry_pb2_grpc
-from outrider.worker import until_any
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from outrider.coordinator.sessions.session import Drafter, Session
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.drafts import Drafts
 from outrider.coordinator.workers.target_peer import TargetPeer
-from outrider.draft_distribution import pack_distributions
-from outrider.growth_source import GrowthSource, to_proto
+from outrider.drafting.draft_distribution import pack_distributions
+from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes, split_by_counts
 

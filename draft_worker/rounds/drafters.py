@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import Key, SessionStart, check_start, new_tokens
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import OutriderError, Superseded
-from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.draft_worker.drafters.model.drafter import ModelDrafter

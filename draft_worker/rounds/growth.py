@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.rounds.session import SessionStart
-from outrider.growth_source import GrowthSource
+from outrider.drafting.draft_distribution import DraftDistribution
+from outrider.drafting.growth_source import GrowthSource
 
 _COLUMNS = ("owners", "session_ids", "epochs", "as_of", "complete", "forgot", "again", "counts")
 _NODE_COLUMNS = ("node_ids", "parents", "tokens", "acceptance", "distributions")

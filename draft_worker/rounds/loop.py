@@ -21,14 +21,14 @@ from outrider.draft_worker.rounds.commands import (
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import Key, SessionStart
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import OutriderError
 from outrider.front.inbox import Inbox
-from outrider.growth_source import GrowthSource
-from outrider.log_output import about
 from outrider.metrics.worker import StepCounts
-from outrider.step_holdups import StepHoldups
-from outrider.step_watch import StepWatch
-from outrider.worker import share_interpreter
+from outrider.roles.log_output import about
+from outrider.roles.step_holdups import StepHoldups
+from outrider.roles.step_watch import StepWatch
+from outrider.roles.worker import share_interpreter
 
 logger = logging.getLogger(__name__)
 

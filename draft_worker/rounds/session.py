@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import CommitMismatch, FieldViolation, InvalidRequest
-from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 
 Key = tuple[int, int]

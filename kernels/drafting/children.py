@@ -3,7 +3,8 @@
     estimate_children   estimates of acceptance for children ranked under log q + G, from the calibration's tables
     report_children     the step's rows, children and counts, written to the host's memory
 
-A child falls into a bucket of the calibration (`outrider.acceptance_calibration`) by its rank and by one number:
+A child falls into a bucket of the calibration (`outrider.drafting.acceptance_calibration`) by its rank and by one
+number:
 
     temperature 0       -log q of the child
     above               (score of the best - score of the child) * temperature; for the best child itself: the second's

@@ -23,9 +23,9 @@ import torch
 
 from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
-from outrider.kernels.coupled_rows import ordered, unordered
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.pack import Packed
+from outrider.kernels.sampling.coupled_rows import ordered, unordered
 from outrider.kernels.verification.walk import DRAFTERS_SHIFT, Walks
 
 __all__ = [

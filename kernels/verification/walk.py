@@ -40,10 +40,10 @@ from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.noise import STREAM_COINS
-from outrider.kernels.noise_blocks import philox_words
 from outrider.kernels.pool.columns import MAX_STOPS, Columns, Pool, PoolArrays, RowState, arrays_type
 from outrider.kernels.pool.entries import is_stop
 from outrider.kernels.pool.pack import PADDING, ROOT, Packed, PackedArrays
+from outrider.kernels.sampling.noise_blocks import philox_words
 from outrider.kernels.sampling.rows import PARAMETERS
 
 __all__ = [

@@ -37,7 +37,7 @@ from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.step_cost import StepCost
-from outrider.target_worker.sessions import OpenRequest
+from outrider.target_worker.sessions.requests import OpenRequest
 
 STEPS, TEMPERATURES, NODES = (1, 2, 4, 6, 8), (0.0, 1.0), 32
 

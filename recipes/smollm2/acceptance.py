@@ -13,7 +13,7 @@ from typing import Any
 from chat import ChatPrompt
 
 from outrider.client import Client
-from outrider.client_outputs import GenerationOutput
+from outrider.client.outputs import GenerationOutput
 from outrider.local import LocalService
 
 TEMPERATURES = (0.0, 1.0)

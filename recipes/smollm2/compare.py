@@ -26,7 +26,7 @@ from chat import ChatPrompt, read_chat_prompts
 from transformers import LlamaForCausalLM
 
 from outrider.client import Client
-from outrider.client_outputs import GenerationOutput
+from outrider.client.outputs import GenerationOutput
 from outrider.local import LocalService
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))

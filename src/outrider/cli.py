@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from outrider import __version__
-from outrider.awake import cores_awake
 from outrider.command_options import OtlpEndpoint
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
-from outrider.log_output import LogFormat, log_to_stderr
+from outrider.roles.awake import cores_awake
+from outrider.roles.log_output import LogFormat, log_to_stderr
 from outrider.tracing import exporting
 
 BAD_ARGUMENTS, FAILED, INTERRUPTED = 2, 1, 130
@@ -131,7 +131,7 @@ def _command(name: str) -> Callable[..., None] | typer.Typer:  # noqa: PLR0912 -
 
             command = token_commands()
         case "health":
-            from outrider.health_command import health as command
+            from outrider.roles.health_command import health as command
         case "doctor":
             from outrider.doctor import doctor as command
         case "coordinator":

@@ -19,7 +19,7 @@ import typer
 
 from outrider import __version__
 from outrider.errors import CheckpointError, OutriderError
-from outrider.ports import check_free
+from outrider.roles.ports import check_free
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.tokenizer_hash import tokenizer_hash

@@ -16,8 +16,8 @@ from typing import Self
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
-from outrider.ports import free_port
-from outrider.role_process import Process, RoleProcess, prepare_forks, stop_all
+from outrider.roles.ports import free_port
+from outrider.roles.role_process import Process, RoleProcess, prepare_forks, stop_all
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 

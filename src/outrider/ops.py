@@ -15,9 +15,9 @@ from outrider.kernels.draft_inputs import (
     eagle_step_update_slot_mapping_and_metadata,
     extend_all_queries_by_N,
 )
-from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.noise import gumbel_noise, philox_uint32
 from outrider.kernels.processors import ProcessorBatch, apply_processors
+from outrider.kernels.sampling.filtered_probs import filtered_probs
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask, segment_packbits
 from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only

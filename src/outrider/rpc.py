@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from outrider import errors
-from outrider.ports import check_free
+from outrider.roles.ports import check_free
 from outrider.security.callers import RoleInterceptor
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig

@@ -28,17 +28,16 @@ from typing import Self
 import numpy as np
 import torch
 
-from outrider import acceptance_calibration
-from outrider.acceptance_calibration import AcceptanceCalibration
-from outrider.drafting import expansions
+from outrider.drafting import acceptance_calibration, expansions
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.config import GrowthConfig
 from outrider.drafting.expansions import Expansions
+from outrider.drafting.growth_source import GrowthSource
 from outrider.drafting.program import GrowthProgram
 from outrider.engine.block_forward import BlockForward
 from outrider.engine.eagle import BlockHead
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.packed_forward import Features, ForwardPass
-from outrider.growth_source import GrowthSource
 from outrider.kernels.drafting.children import REPORT_COUNTS
 from outrider.kernels.drafting.records import follow_records, growth_records
 from outrider.kernels.pool.columns import Pool, RowState

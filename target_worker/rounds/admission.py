@@ -14,7 +14,7 @@ import numpy.typing as npt
 from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Inbox, Release
 from outrider.kernels.pool.records import Records
-from outrider.log_output import about
+from outrider.roles.log_output import about
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.program import RoundProgram

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.sessions import OpenRequest, SessionFault, SessionKey
+from outrider.target_worker.sessions.requests import OpenRequest, SessionFault, SessionKey
 
 
 class RoundCost(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.kernels.pool.records import WORDS, RecordKind
-from outrider.target_worker.sessions import SessionKey
+from outrider.target_worker.sessions.requests import SessionKey
 
 Ints = npt.NDArray[np.int64]
 T = TypeVar("T")

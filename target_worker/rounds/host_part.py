@@ -37,17 +37,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.chain_sampling import chain_speculative_sampling
-from outrider.kernels.filtered_probs import filtered_probs
-from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32
 from outrider.kernels.pool.columns import MAX_STOPS, Pool
 from outrider.kernels.pool.pack import ROOT, Packed
+from outrider.kernels.sampling.filtered_probs import filtered_probs
+from outrider.kernels.sampling.grammar_mask import apply_grammar_masks
 from outrider.kernels.sampling.rows import SampledRows
-from outrider.kernels.tree_links import links_of_parents
 from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
+from outrider.kernels.verification.tree_links import links_of_parents
 from outrider.kernels.verification.walk import UNDECIDED
 from outrider.sampling import SamplingSpec, VerificationRule
 

@@ -32,8 +32,8 @@ from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import Finish
+from outrider.roles.start_progress import report_stage
 from outrider.sampling import SamplingSpec
-from outrider.start_progress import report_stage
 from outrider.target_worker.rounds.admission import Admission, chunks
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
@@ -44,7 +44,7 @@ from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import Level, Session, SessionResult
 from outrider.target_worker.rounds.step_cost import StepCost, StepShape, prefill_pairs
-from outrider.target_worker.sessions import (
+from outrider.target_worker.sessions.requests import (
     Code,
     OpenRequest,
     SessionFault,

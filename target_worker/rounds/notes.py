@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from outrider.kernels.verification.report import RoundTime
 from outrider.metrics.worker import StepCounts
-from outrider.step_holdups import StepHoldups
-from outrider.step_watch import StepWatch
+from outrider.roles.step_holdups import StepHoldups
+from outrider.roles.step_watch import StepWatch
 from outrider.target_worker.rounds.commands import RoundCost
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport

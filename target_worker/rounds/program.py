@@ -51,7 +51,7 @@ from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
 from outrider.kernels.verification.report import RoundTime, mark_time, report_round, round_words
 from outrider.kernels.verification.token_logprobs import Logprobs, rank_logits, report_logprobs
 from outrider.kernels.verification.walk import WalkRules, Walks, coin_rates, walk
-from outrider.start_progress import report_stage
+from outrider.roles.start_progress import report_stage
 from outrider.target_worker.drafters.model import DraftModel, ResidentModel
 from outrider.target_worker.rounds import host_part
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, round_buckets

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.report import ReportColumn, RoundCounts, RoundTime
 from outrider.kernels.verification.walk import COUNTED_BITS, COUNTED_KINDS, DRAFTERS_SHIFT, MOST_COUNTED, Finish
-from outrider.target_worker.sessions import TokenLogprobs
+from outrider.target_worker.sessions.requests import TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.grammar.matcher import SessionGrammar
-from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import COUNTED_KINDS, Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.host_part import has_host_stops, needs_host
-from outrider.target_worker.sessions import WITHOUT_BOUND, SessionFault, SessionKey, SpeculationMode, TokenLogprobs
+from outrider.target_worker.sessions.requests import (
+    WITHOUT_BOUND,
+    SessionFault,
+    SessionKey,
+    SpeculationMode,
+    TokenLogprobs,
+)
 
 # Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
 _MOST_DISTRIBUTIONS = 512

@@ -8,9 +8,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from outrider import collector
 from outrider.errors import WorkerUnavailable
 from outrider.front.inbox import Inbox
+from outrider.roles import collector
+from outrider.roles.worker import share_interpreter
 from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     CloseCommand,
@@ -28,8 +29,7 @@ from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.notes import USUAL_S, RoundNotes
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.sessions import Code, SessionFault, SessionKey
-from outrider.worker import share_interpreter
+from outrider.target_worker.sessions.requests import Code, SessionFault, SessionKey
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from benchmarks.calibration_bench.positions import CHILDREN, Asker, Positions, R
 from benchmarks.calibration_bench.texts import load_texts
 from benchmarks.calibration_bench.workers import Pair, Run, runs_of
 
-from outrider import acceptance_prior
-from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.drafting import acceptance_prior
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.sampling import SamplingSpec
 
 

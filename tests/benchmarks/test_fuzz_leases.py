@@ -12,7 +12,7 @@ from benchmarks.fuzz_bench.evil_coordinators import fuzz_leases
 from benchmarks.fuzz_bench.honest_answers import heartbeat, introduction
 
 from outrider.addresses import resolver
-from outrider.registration import Registrar
+from outrider.roles.registration import Registrar
 from outrider.v1 import registry_pb2
 
 GOOD = registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=20, lease_ms=1000).SerializeToString()

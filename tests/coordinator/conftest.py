@@ -15,7 +15,7 @@ from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, Growth, TokenDelta
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2
 

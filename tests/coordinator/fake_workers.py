@@ -23,7 +23,7 @@ from outrider.coordinator.sessions.messages import (
     TreeEnd,
 )
 from outrider.coordinator.workers.links import Latency
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import target_pb2
 from outrider.wire import floats_from_bytes

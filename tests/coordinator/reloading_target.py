@@ -10,7 +10,7 @@ from tests.coordinator.round_servicer import RoundServicer
 
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.messages import FaultKind, RoundResults, SessionOpening
-from outrider.registration import Registration
+from outrider.roles.registration import Registration
 from outrider.rpc import RoleServer
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2, registry_pb2, target_pb2, target_pb2_grpc

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
-from outrider.client_errors import error_of
+from outrider.client.errors import error_of
 from outrider.coordinator.api.access import MAX_WATCHES, Access, TokenInterceptor
 from outrider.coordinator.api.service import SERVICE, GenerationServicer
 from outrider.coordinator.api.validation import RequestLimits

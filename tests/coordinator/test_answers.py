@@ -5,7 +5,7 @@ import pytest
 
 from outrider.coordinator.workers.answers import check_report, check_results, usable_acceptance
 from outrider.coordinator.workers.growth import growth_batch
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
 from outrider.wire import MOST_NODES, floats_to_bytes
 

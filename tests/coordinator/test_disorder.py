@@ -9,8 +9,8 @@ import pytest
 
 from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SessionFault, SpeculationMode
 from outrider.coordinator.sessions.poison import DOUBT_S
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import PoisonRequest, WorkerUnavailable
-from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
 
 _REQUESTS = 24

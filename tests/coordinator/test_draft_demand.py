@@ -6,7 +6,7 @@ from dataclasses import replace
 from outrider.coordinator.sessions.messages import Growth, SpeculationMode
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.draft_demand import DraftDemand
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 
 

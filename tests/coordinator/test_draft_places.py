@@ -15,7 +15,7 @@ from outrider.coordinator.sessions.messages import (
 )
 from outrider.coordinator.sessions.session import PLACES
 from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.v1 import registry_pb2, target_pb2
 

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.coordinator.commands.client import status_dict
 from outrider.coordinator.workers.answers import check_load
 from outrider.coordinator.workers.registered_worker import RegisteredWorker
 from outrider.draft_worker.service import pack_calibrations
-from outrider.growth_source import GrowthSource
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
+from outrider.drafting.growth_source import GrowthSource
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 from outrider.wire import floats_to_bytes
 

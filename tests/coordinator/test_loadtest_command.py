@@ -21,8 +21,8 @@ from outrider.coordinator.loadtest.http_connection import server_sent_events
 from outrider.coordinator.loadtest.options import LoadtestConfig
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import InternalError, LoadtestFailed
-from outrider.growth_source import GrowthSource
 from outrider.rpc import RoleServer
 from outrider.v1 import common_pb2, generation_pb2
 

@@ -20,7 +20,7 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.workers import peers
 from outrider.coordinator.workers.peers import Peers
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 from outrider.security.certificates import write_development_set
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig

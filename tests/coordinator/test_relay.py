@@ -18,8 +18,8 @@ from outrider.coordinator.sessions.messages import (
 from outrider.coordinator.sessions.poison import LossKind
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution, unpack_distributions
-from outrider.growth_source import GrowthSource
+from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution, unpack_distributions
+from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.wire import floats_from_bytes
 

@@ -14,7 +14,7 @@ from tests.polling import until
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.workers.links import TargetLink
-from outrider.draft_distribution import WEIGHT_SUM
+from outrider.drafting.draft_distribution import WEIGHT_SUM
 from outrider.errors import WorkerUnavailable
 from outrider.rpc import RoleServer, open_channel
 from outrider.tokenizer_hash import tokenizer_hash

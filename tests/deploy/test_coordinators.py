@@ -13,7 +13,7 @@ from outrider.deploy.cluster import Deployment
 from outrider.deploy.config import DeployConfig
 from outrider.errors import Superseded
 from outrider.models import held_out_prompts
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 from outrider.v1 import generation_pb2
 
 # Where Ray had to be started twice, it forgets the processes of its first attempt until the end.

@@ -9,7 +9,7 @@ import pytest
 from outrider.deploy import placement
 from outrider.deploy.moving import Machines
 from outrider.deploy.placement import Node, Probe
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 
 SILENCE_S = 4.0
 

@@ -3,7 +3,7 @@
 import torch
 from tests.draft_worker.session_growth import SessionGrowth
 
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.re_root import re_root

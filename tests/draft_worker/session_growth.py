@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.rounds.growth import Growth
+from outrider.drafting.draft_distribution import DraftDistribution
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 
-from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.drafting.config import GrowthConfig
+from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.kernels.noise import STREAM_DRAFT, gumbel_noise, philox_uint32
 from outrider.kernels.pool.pack import Packed

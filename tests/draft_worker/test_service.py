@@ -11,17 +11,17 @@ import grpc.aio
 import pytest
 from tests.draft_worker.table_model import Bench
 
-from outrider.draft_distribution import unpack_distributions
 from outrider.draft_worker.rounds.commands import Load
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.loop import GrowthLoop
 from outrider.draft_worker.rounds.session import SessionStart
 from outrider.draft_worker.service import SERVICE, DraftStream, growth_message
+from outrider.drafting.draft_distribution import unpack_distributions
+from outrider.drafting.growth_source import GrowthSource
 from outrider.front.calls import Calls
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
-from outrider.growth_source import GrowthSource
 from outrider.rpc import open_channel
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.security.roles import Role

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 
 # What each Prometheus says that it takes; 3.x would take names in UTF-8 as they are. No package has a 3.x that tests
 # could run, so of it this is what is held. Sources: 2.42 and 3.3 as they were sent, later ones scrape/scrape_test.go of

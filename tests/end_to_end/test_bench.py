@@ -12,7 +12,7 @@ import pytest
 
 from outrider import cli
 from outrider.local import LocalService
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 
 LINES: list[dict[str, Any]] = [
     {"id": "a", "prompt": "def fibonacci(n):\n", "category": "code"},

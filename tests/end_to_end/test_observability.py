@@ -26,7 +26,7 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker import server as draft_server
 from outrider.errors import InvalidRequest
-from outrider.log_output import JsonFormatter
+from outrider.roles.log_output import JsonFormatter
 from outrider.target_worker import server as target_server
 
 trace_export = pytest.importorskip("opentelemetry.sdk.trace.export", reason="the extra tracing is not installed")
@@ -383,7 +383,7 @@ def test_the_lines_of_a_requests_life_hold_its_id_and_lead_to_the_workers_lines(
     ]
     (session_id,) = {line["session_id"] for line in own if "session_id" in line}
     loggers = {line["logger"] for line in lines if line.get("session_id") == session_id}
-    assert {"outrider.draft_worker.service", "outrider.target_worker.unpacking"} <= loggers
+    assert {"outrider.draft_worker.service", "outrider.target_worker.sessions.unpacking"} <= loggers
     (refused,) = [line for line in lines if "is refused with" in line["message"]]
     assert refused["request_id"] in refused["message"]
     assert "def fibonacci" not in "".join(observed.lines)

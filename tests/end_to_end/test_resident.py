@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outrider.client import AsyncClient
-from outrider.client_outputs import GenerationOutput
+from outrider.client.outputs import GenerationOutput
 from outrider.local import LocalService
 from outrider.models import embedded_draft_path
 from outrider.sampling import SamplingSpec

@@ -20,11 +20,11 @@ from scipy import stats
 from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 from tests.target_worker.rounds.driving import FixedTimes
 
-from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.drafting.config import GrowthConfig
+from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.engine.kv_slots import SlotTable
 from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -33,7 +33,7 @@ from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.sessions import OpenRequest
+from outrider.target_worker.sessions.requests import OpenRequest
 
 VOCABULARY, LENGTH, BATCH = 3, 3, 250
 PROMPT: tuple[int, ...] = (1, 2)

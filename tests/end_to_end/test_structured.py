@@ -14,7 +14,7 @@ from benchmarks.structured_bench.schemas import SCHEMAS
 from tokenizers import Tokenizer
 
 from outrider.client import AsyncClient, Client
-from outrider.client_request import GenerateOptions, build_request
+from outrider.client.request import GenerateOptions, build_request
 from outrider.errors import InvalidRequest
 from outrider.local import LocalService
 from outrider.models import embedded_target_path, held_out_prompts

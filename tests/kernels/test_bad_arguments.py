@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from outrider import ops
-from outrider.kernels.filtered_probs import filtered_probs
-from outrider.kernels.gated_activation import gated_activation
-from outrider.kernels.grammar_mask import apply_grammar_masks
-from outrider.kernels.paired_norm import paired_norm
+from outrider.kernels.attention.rotary_store import rotary_store
+from outrider.kernels.attention.slot_updates import gather_paths, gather_slot_rows, store_positions
+from outrider.kernels.linear.gated_activation import gated_activation
+from outrider.kernels.linear.paired_norm import paired_norm
+from outrider.kernels.linear.residual_norm import residual_norm
+from outrider.kernels.linear.scaled_rows import scale_rows
+from outrider.kernels.linear.scaled_weight import quantised, scaled_weight
+from outrider.kernels.linear.skinny import gated_linear, linear, linear_parts
 from outrider.kernels.processors import apply_processors
-from outrider.kernels.residual_norm import residual_norm
-from outrider.kernels.rotary_store import rotary_store
-from outrider.kernels.scaled_rows import scale_rows
-from outrider.kernels.scaled_weight import quantised, scaled_weight
-from outrider.kernels.skinny_linear import gated_linear, linear, linear_parts
-from outrider.kernels.slot_updates import gather_paths, gather_slot_rows, store_positions
+from outrider.kernels.sampling.filtered_probs import filtered_probs
+from outrider.kernels.sampling.grammar_mask import apply_grammar_masks
 
 
 def _floats(*shape: int) -> torch.Tensor:

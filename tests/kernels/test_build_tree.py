@@ -9,8 +9,8 @@ import torch
 from tests.kernels.tensors import POISON, poisoned, recorded
 
 from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
-from outrider.kernels.build_tree_kernels import launch_build_tree
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask
+from outrider.kernels.verification.build_tree_kernels import launch_build_tree
 
 # Columns are given as lists, whose lengths no type tells.
 build_tree: Any = build_tree_kernel_efficient

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels import coupled_sampling, coupled_sampling_kernels, noise
+from outrider.kernels import coupled_sampling, noise
 from outrider.kernels.coupled_sampling import (
     coupled_choice,
     coupled_choice_reference,
@@ -15,8 +15,9 @@ from outrider.kernels.coupled_sampling import (
     coupled_topk_scored,
     coupled_topk_scored_reference,
 )
-from outrider.kernels.coupled_thresholds import threshold_kernel
-from outrider.kernels.sampling_rows import checked_rows
+from outrider.kernels.sampling import coupled_kernels as coupled_sampling_kernels
+from outrider.kernels.sampling.coupled_thresholds import threshold_kernel
+from outrider.kernels.sampling.row_arguments import checked_rows
 
 # Arguments by name; Any, as they are also taken apart, replaced and left out.
 Columns = dict[str, Any]

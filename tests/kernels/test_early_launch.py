@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from outrider.kernels import backend
+from outrider.kernels.attention.rotary_store import rotary_store
 from outrider.kernels.backend import jit, tl, triton
-from outrider.kernels.gated_activation import gated_activation
-from outrider.kernels.paired_norm import paired_norm
-from outrider.kernels.residual_norm import residual_norm
-from outrider.kernels.rotary_store import rotary_store
+from outrider.kernels.linear.gated_activation import gated_activation
+from outrider.kernels.linear.paired_norm import paired_norm
+from outrider.kernels.linear.residual_norm import residual_norm
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 
 

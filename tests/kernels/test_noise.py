@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels import noise, noise_blocks
+from outrider.kernels import noise
 from outrider.kernels.backend import jit, tl
+from outrider.kernels.sampling import noise_blocks
 
 
 def _words(value: int) -> list[int]:

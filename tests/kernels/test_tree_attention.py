@@ -8,8 +8,8 @@ import torch
 from tests.kernels.attention_batches import on
 from tests.kernels.tensors import recorded
 
-from outrider.kernels import tree_attention_launch
-from outrider.kernels.slot_updates import gather_paths
+from outrider.kernels.attention import launch as tree_attention_launch
+from outrider.kernels.attention.slot_updates import gather_paths
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 
 _SLOTS = 200

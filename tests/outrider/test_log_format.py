@@ -5,7 +5,7 @@ import logging
 import subprocess
 import sys
 
-from outrider.log_output import FORMAT, JsonFormatter, TextFormatter, about
+from outrider.roles.log_output import FORMAT, JsonFormatter, TextFormatter, about
 
 
 def record(text: str, *values: object, **ids: str | int) -> logging.LogRecord:
@@ -46,7 +46,7 @@ def test_a_text_line_has_the_ids_behind_it():
 
 def test_every_line_of_a_process_that_logs_json_parses_whoever_wrote_it():
     code = (
-        "import logging; from outrider.log_output import about, log_to_stderr\n"
+        "import logging; from outrider.roles.log_output import about, log_to_stderr\n"
         "log_to_stderr('info', 'json', role='x')\n"
         "logging.getLogger('a').info('one %d', 1, extra=about(request_id='r'))\n"
         "logging.getLogger('b.c').error('two')\n"

@@ -11,7 +11,7 @@ from grpc._cython import cygrpc  # pyright: ignore[reportAttributeAccessIssue] c
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import errors, rpc
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 
 
 def every_error(kind: type[errors.OutriderError] = errors.OutriderError) -> list[type[errors.OutriderError]]:

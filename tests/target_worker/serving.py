@@ -24,7 +24,7 @@ from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream
-from outrider.target_worker.sessions import WITHOUT_LIMIT
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, tokens_to_bytes
 

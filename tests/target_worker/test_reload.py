@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from outrider.errors import CheckpointError
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.sessions import WITHOUT_LIMIT, Code
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, Code
 from outrider.v1 import common_pb2, target_pb2
 
 WEIGHTS = "model.safetensors"

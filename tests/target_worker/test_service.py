@@ -23,7 +23,7 @@ from tests.target_worker.serving import LEFT, RESENT, SAMPLED, TAKEN, Coordinato
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.sessions import WITHOUT_LIMIT, Code
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, Code
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
 

@@ -13,8 +13,8 @@ from typing import Any
 from outrider.coordinator.api.http.fields import Fields
 from outrider.coordinator.api.http.structured_fields import read_structured_outputs
 from outrider.coordinator.api.http.tool_calls import Tools
+from outrider.drafting.growth_source import WORDS, source_of_word, to_proto
 from outrider.errors import FieldViolation, InvalidRequest
-from outrider.growth_source import WORDS, source_of_word, to_proto
 from outrider.sampling import VerificationRule
 from outrider.v1 import common_pb2, generation_pb2
 

@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.acceptance_calibration import AcceptanceCalibration
-from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.drafters.model.session import ModelSession
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.config import GrowthConfig
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.kernels.coupled_sampling import coupled_topk_scored
-from outrider.kernels.filtered_probs import filtered_probs
-from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.noise import STREAM_DRAFT, philox_uint32
+from outrider.kernels.sampling.filtered_probs import filtered_probs
+from outrider.kernels.sampling.grammar_mask import apply_grammar_masks
 from outrider.kernels.sampling.rows import SampledRows
 from outrider.sampling import VerificationRule
 

@@ -13,31 +13,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider import acceptance_calibration
-from outrider.acceptance_calibration import AcceptanceCalibration
-from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.drafters.model.choices import HostChoices, SessionNodes
 from outrider.draft_worker.drafters.model.session import ModelSession
 from outrider.draft_worker.drafters.model.sync_tree import SyncTree
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, Key, SessionStart
-from outrider.drafting import expansions
+from outrider.drafting import acceptance_calibration, expansions
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.config import GrowthConfig
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.expansions import Expansions
+from outrider.drafting.growth_source import GrowthSource
 from outrider.drafting.program import MAX_STEP_COMMITS, GrowthProgram
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.errors import FieldViolation, InvalidRequest, OutOfSlots
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
-from outrider.growth_source import GrowthSource
 from outrider.kernels.drafting.children import REPORT_COUNTS
 from outrider.kernels.pool.pack import Packed
 from outrider.kernels.pool.records import Records
 from outrider.kernels.sampling.rows import SampledRows
-from outrider.log_output import about
+from outrider.roles.log_output import about
+from outrider.roles.start_progress import report_stage
 from outrider.sampling import SamplingSpec
-from outrider.start_progress import report_stage
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from collections import deque
 
-from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.drafters.model.sync_tree import SyncTree
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import SessionStart
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import SessionGrammar
 from outrider.sampling import VerificationRule
 

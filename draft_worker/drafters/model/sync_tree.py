@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.rounds.session import SessionStart
+from outrider.drafting.draft_distribution import DraftDistribution
 
 
 @dataclass(slots=True)

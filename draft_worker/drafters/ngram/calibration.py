@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.acceptance_calibration import RULES, LearnedBuckets
-from outrider.calibration_kernels import count_trial
 from outrider.draft_worker.drafters.ngram.proposals import Proposals
+from outrider.drafting.acceptance_calibration import RULES, LearnedBuckets
+from outrider.drafting.calibration_kernels import count_trial
 from outrider.kernels.compiled import compiled
 from outrider.sampling import SamplingSpec, VerificationRule
 

@@ -27,8 +27,8 @@ from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, Key, SessionStart
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import OutOfSlots
-from outrider.growth_source import GrowthSource
 from outrider.kernels.compiled import IS_COMPILED
 from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays
 from outrider.kernels.pool.graft import graft_reference

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.config import GrowthConfig
 from outrider.engine.bucket_times import time_buckets
 from outrider.engine.node_processors import describe_processors
@@ -48,8 +48,8 @@ from outrider.kernels.pool.rings import publish_early, publish_report, take_reco
 from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP, Selection, select
 from outrider.kernels.sampling.processors import NodeProcessors, count_tokens, process_logits
 from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
+from outrider.roles.start_progress import report_stage
 from outrider.sampling import SamplingSpec
-from outrider.start_progress import report_stage
 
 logger = logging.getLogger(__name__)
 

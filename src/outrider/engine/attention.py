@@ -34,7 +34,7 @@ def attention_operator(backend: AttentionBackend, head_dim: int) -> TreeAttentio
     """
     if backend == "flashinfer":
         # Imported here: an optional extra, and importing it is not free.
-        from outrider.kernels.tree_attention_flashinfer import FLASHINFER_HEAD_DIMS, tree_attention_flashinfer
+        from outrider.kernels.attention.flashinfer import FLASHINFER_HEAD_DIMS, tree_attention_flashinfer
 
         if head_dim not in FLASHINFER_HEAD_DIMS:
             raise ValueError(f"attention_backend: flashinfer takes head sizes {FLASHINFER_HEAD_DIMS}, not {head_dim}")

@@ -13,7 +13,7 @@
 
 Nothing waits for the device and no shape depends on values, so a forward can be captured. On CPU tensors the operators
 run their references, and logits equal those of transformers' own model code. Weights of 8 bits change the products
-alone (`outrider.kernels.skinny_linear`).
+alone (`outrider.kernels.linear.skinny`).
 
 Shapes: T rows, R rows whose logits are wanted, V vocabulary, N hidden, H query heads and Hkv key/value heads of D, P
 partial sums of a product whose reduction was split.
@@ -28,10 +28,10 @@ from torch.nn import functional
 from outrider.engine.attention import TreeAttention
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import DecoderWeights, LayerWeights
-from outrider.kernels.gated_activation import gated_activation
-from outrider.kernels.residual_norm import residual_norm
-from outrider.kernels.rotary_store import rotary_store
-from outrider.kernels.skinny_linear import Weight, gated_linear, linear, linear_parts
+from outrider.kernels.attention.rotary_store import rotary_store
+from outrider.kernels.linear.gated_activation import gated_activation
+from outrider.kernels.linear.residual_norm import residual_norm
+from outrider.kernels.linear.skinny import Weight, gated_linear, linear, linear_parts
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 

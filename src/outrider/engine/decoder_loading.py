@@ -13,7 +13,7 @@ from outrider.engine.tensor_parallel import Ranks
 from outrider.engine.tensor_parallel_collectives import SumOptions
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
-from outrider.kernels.scaled_weight import ScaledWeight
+from outrider.kernels.linear.scaled_weight import ScaledWeight
 
 # From this compute capability on kernels read weights of 8 bits as they are.
 _CONVERTS_EIGHT_BITS = (8, 9)

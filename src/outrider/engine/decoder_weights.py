@@ -25,10 +25,10 @@ from torch.nn import functional
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError
-from outrider.kernels.packed_weight import PackedWeight, can_pack
-from outrider.kernels.scaled_weight import ScaledWeight, quantised, row_scales, scaled_weight
-from outrider.kernels.skinny_linear import Weight
-from outrider.start_progress import report_weights
+from outrider.kernels.linear.packed_weight import PackedWeight, can_pack
+from outrider.kernels.linear.scaled_weight import ScaledWeight, quantised, row_scales, scaled_weight
+from outrider.kernels.linear.skinny import Weight
+from outrider.roles.start_progress import report_weights
 
 # Tree nodes stand behind the longest sequence, and their positions need rows in the rotary tables too.
 TREE_POSITIONS = 4096

@@ -36,10 +36,10 @@ from outrider.engine.eagle_weights import (
     load_eagle_weights,
     previous_rows,
 )
-from outrider.kernels.paired_norm import paired_norm
-from outrider.kernels.residual_norm import residual_norm
-from outrider.kernels.rotary_store import rotary_store
-from outrider.kernels.skinny_linear import Weight, gated_linear, linear, linear_parts
+from outrider.kernels.attention.rotary_store import rotary_store
+from outrider.kernels.linear.paired_norm import paired_norm
+from outrider.kernels.linear.residual_norm import residual_norm
+from outrider.kernels.linear.skinny import Weight, gated_linear, linear, linear_parts
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 
 

@@ -12,9 +12,9 @@ import torch
 from outrider.engine.eagle import EagleHead
 from outrider.engine.kv_memory import KvCaches
 from outrider.engine.packed_forward import Features
+from outrider.kernels.attention.slot_updates import gather_slot_rows
 from outrider.kernels.drafting.entering import enter_rows
 from outrider.kernels.pool.pack import Packed
-from outrider.kernels.slot_updates import gather_slot_rows
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 

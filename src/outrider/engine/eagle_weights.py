@@ -21,7 +21,7 @@ import torch
 from outrider.engine.eagle_spec import EagleSpec, read_eagle_spec
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
-from outrider.kernels.skinny_linear import Weight, linear
+from outrider.kernels.linear.skinny import Weight, linear
 
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 

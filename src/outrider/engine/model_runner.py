@@ -17,8 +17,8 @@ from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.weight_reload import RunningModel, refill_decoder
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
-from outrider.kernels.skinny_linear import Weight
-from outrider.start_progress import report_stage
+from outrider.kernels.linear.skinny import Weight
+from outrider.roles.start_progress import report_stage
 
 __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 

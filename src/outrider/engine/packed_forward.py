@@ -20,8 +20,8 @@ import torch
 from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.kv_memory import KvCaches
 from outrider.engine.tensor_parallel_ranks import Ranks
+from outrider.kernels.attention.slot_updates import gather_paths, gather_slot_rows, store_positions
 from outrider.kernels.pool.pack import Packed
-from outrider.kernels.slot_updates import gather_paths, gather_slot_rows, store_positions
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 # In deterministic mode: keys of a split, most splits of a session, and rows of a session at least, from which on the

@@ -4,7 +4,7 @@
                          activations rounded per token where they are used; such as the *-FP8-dynamic checkpoints
     fp8                  one factor a matrix, activations likewise
 
-On a GPU the decoder multiplies with the 8 bits (`outrider.kernels.skinny_linear`), on a CPU with what they stand for.
+On a GPU the decoder multiplies with the 8 bits (`outrider.kernels.linear.skinny`), on a CPU with what they stand for.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """What the ranks of a tensor-parallel model tell each other inside a forward: sums of hidden rows, and logits.
 
-On GPUs what fits goes through mailboxes that the GPUs write into directly (`outrider.kernels.all_reduce`); the rest
-goes through NCCL. NVLink multicast stays off in both. On a CPU everything goes through gloo.
+On GPUs what fits goes through mailboxes that the GPUs write into directly (`outrider.kernels.collectives.all_reduce`);
+the rest goes through NCCL. NVLink multicast stays off in both. On a CPU everything goes through gloo.
 
 Shapes: W ranks, P parts, T rows, N hidden, R rows of logits, v columns of a rank.
 """
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
 
-from outrider.kernels.all_reduce import Mailbox, MailboxLayout, exchange_parts, gather_columns
-from outrider.kernels.all_reduce_norm import exchange_norm
-from outrider.kernels.residual_norm import residual_norm
+from outrider.kernels.collectives.all_reduce import Mailbox, MailboxLayout, exchange_parts, gather_columns
+from outrider.kernels.collectives.all_reduce_norm import exchange_norm
+from outrider.kernels.linear.residual_norm import residual_norm
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from outrider.engine.decoder_weights import (
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.engine.weight_version import Stamps, file_stamps, weights_version
 from outrider.errors import CheckpointError
-from outrider.kernels.packed_weight import PackedWeight
-from outrider.kernels.scaled_weight import ScaledWeight
-from outrider.kernels.skinny_linear import Weight
+from outrider.kernels.linear.packed_weight import PackedWeight
+from outrider.kernels.linear.scaled_weight import ScaledWeight
+from outrider.kernels.linear.skinny import Weight
 
 # Rows of the vocabulary that are copied at a time.
 _ROWS_AT_ONCE = 8192

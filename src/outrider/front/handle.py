@@ -28,7 +28,7 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 
 from outrider.errors import CertificateError, OutriderError, WorkerUnavailable
-from outrider.log_output import JsonFormatter
+from outrider.roles.log_output import JsonFormatter
 from outrider.rpc import status_of
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig

@@ -29,7 +29,7 @@ from grpc_status import rpc_status
 from outrider import tracing
 from outrider.errors import CertificateError
 from outrider.front.frames import Frame, FrameReader, Kind, pack_frame
-from outrider.log_output import log_to_stderr
+from outrider.roles.log_output import log_to_stderr
 from outrider.rpc import RoleServer
 from outrider.security.tls import TlsConfig
 

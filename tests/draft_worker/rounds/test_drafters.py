@@ -13,8 +13,8 @@ from tests.draft_worker.table_model import VOCAB, Bench, session_start
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.rounds.drafters import Drafters, shared_limits
 from outrider.draft_worker.rounds.session import GrowthMode, Key
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import CommitMismatch, InvalidRequest, OutOfSlots, Superseded
-from outrider.growth_source import GrowthSource
 from outrider.kernels.pool.records import Verdict
 from outrider.sampling import SamplingSpec, VerificationRule
 

@@ -3,9 +3,9 @@
 from tests.draft_worker.session_growth import sessions_of
 from tests.draft_worker.table_model import session_start
 
-from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.growth_source import GrowthSource
+from outrider.drafting.draft_distribution import DraftDistribution
+from outrider.drafting.growth_source import GrowthSource
 
 
 def test_growth_is_split_between_sessions_and_owners():

@@ -25,9 +25,9 @@ from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.loop import GrowthLoop
 from outrider.draft_worker.rounds.session import SessionStart
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import CommitMismatch, InvalidRequest, OutriderError, Superseded
 from outrider.front.inbox import Inbox
-from outrider.growth_source import GrowthSource
 
 _LONG_S = 60
 

@@ -12,7 +12,7 @@ from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_sta
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.session import GrowthMode
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.records import Verdict
 from outrider.sampling import SamplingSpec
 

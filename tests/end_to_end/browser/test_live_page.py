@@ -16,7 +16,7 @@ from outrider import cli
 from outrider.errors import WorkerUnavailable
 from outrider.local import LocalService
 from outrider.models import held_out_prompts
-from outrider.ports import free_port
+from outrider.roles.ports import free_port
 
 SCREENSHOT = Path(__file__).parents[3] / "docs" / "live-page.png"
 MOST_SCREENSHOT_BYTES = 300_000

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.kernels.sampling.random_step import MOST_ROWS, RandomStep
 
-from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.kernels.drafting.children import (
     REPORT_COUNTS,
     estimate_children,

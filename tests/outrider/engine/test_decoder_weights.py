@@ -22,8 +22,8 @@ from outrider.engine.decoder_weights import (
 )
 from outrider.engine.weight_source import FunctionSource, SafetensorsSource
 from outrider.errors import CheckpointError
-from outrider.kernels.packed_weight import PackedWeight, can_pack
-from outrider.kernels.skinny_linear import Weight
+from outrider.kernels.linear.packed_weight import PackedWeight, can_pack
+from outrider.kernels.linear.skinny import Weight
 
 SIZES: dict[str, Any] = {
     "vocab_size": 9,

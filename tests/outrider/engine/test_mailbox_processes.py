@@ -34,9 +34,9 @@ from outrider.engine.tensor_parallel_collectives import (
     _unpacked,
     share_mailboxes,
 )
-from outrider.kernels.all_reduce import exchange_parts_reference, gather_columns_reference
-from outrider.kernels.all_reduce_norm import exchange_norm_reference
-from outrider.kernels.residual_norm import residual_norm_reference
+from outrider.kernels.collectives.all_reduce import exchange_parts_reference, gather_columns_reference
+from outrider.kernels.collectives.all_reduce_norm import exchange_norm_reference
+from outrider.kernels.linear.residual_norm import residual_norm_reference
 
 # Starting, compiling and exchanging take a small part of it, even where other tests use the GPU and all cores.
 _RANK_S = 150.0

@@ -19,8 +19,8 @@ from outrider.engine.decoder_weights import load_decoder_weights
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
-from outrider.kernels.scaled_weight import ScaledWeight
-from outrider.kernels.skinny_linear import Weight
+from outrider.kernels.linear.scaled_weight import ScaledWeight
+from outrider.kernels.linear.skinny import Weight
 
 # Projections of 64 columns are stored in another order, those of 80 are not.
 CONFIG = LlamaConfig(

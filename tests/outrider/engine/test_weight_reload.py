@@ -24,7 +24,7 @@ from outrider.engine.weight_reload import RunningModel, check_weights
 from outrider.engine.weight_source import INDEX_FILE, SINGLE_FILE, SafetensorsSource
 from outrider.engine.weight_version import weights_version
 from outrider.errors import CheckpointError
-from outrider.kernels.scaled_weight import ScaledWeight
+from outrider.kernels.linear.scaled_weight import ScaledWeight
 from outrider.models import embedded_target_path
 
 LLAMA = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)

@@ -21,7 +21,7 @@ from outrider.draft_worker.server import DraftWorkerConfig, serve
 from outrider.draft_worker.service import SERVICE
 from outrider.errors import CertificateError, WorkerUnavailable
 from outrider.front.handle import Front
-from outrider.health_command import check_health
+from outrider.roles.health_command import check_health
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import draft_pb2_grpc

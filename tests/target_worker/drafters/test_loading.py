@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.tiny_llama import SIZES, write_llama
 
+from outrider.drafting.growth_source import GrowthSource
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.errors import CheckpointError
-from outrider.growth_source import GrowthSource
 from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
 from outrider.target_worker.drafters.loading import load_draft, room_for_draft
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -21,7 +21,7 @@ from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost
-from outrider.target_worker.sessions import OpenRequest
+from outrider.target_worker.sessions.requests import OpenRequest
 
 # Of the models: the fixture `device` sets it.
 DEVICE = "cpu"

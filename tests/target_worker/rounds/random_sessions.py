@@ -10,7 +10,7 @@ from tests.target_worker.rounds.driving import Driver, TreeMaker, random_tree
 from transformers import PreTrainedModel
 
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.sessions import WITHOUT_LIMIT
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT
 
 # The whole test takes ten thousand of them.
 ROUNDS = int(os.environ.get("OUTRIDER_RANDOM_ROUNDS", "400"))

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from tests.target_worker.plain_decoding import choice
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.kernels.chain_sampling import chain_uniforms_reference
-from outrider.kernels.filtered_probs import filtered_probs_reference
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32_reference
+from outrider.kernels.sampling.filtered_probs import filtered_probs_reference
 from outrider.sampling import SamplingSpec, VerificationRule
 
 Path = tuple[list[int], list[int]]

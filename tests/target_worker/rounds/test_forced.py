@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions import SessionFault
+from outrider.target_worker.sessions.requests import SessionFault
 
 pytestmark = pytest.mark.usefixtures("device")
 

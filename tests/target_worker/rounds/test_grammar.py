@@ -30,7 +30,7 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions import Code, SessionFault
+from outrider.target_worker.sessions.requests import Code, SessionFault
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 

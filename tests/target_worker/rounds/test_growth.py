@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.target_worker.rounds.growth import Growth
 
 _Q = DraftDistribution.quantised([4, 5], [0.5, 0.5])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.target_worker.rounds.rule_references import reference_path
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import Masks, SessionGrammar
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.pool.columns import Pool

@@ -26,11 +26,11 @@ from tests.target_worker.tiny_head import write_tiny_head
 from tests.tiny_llama import SIZES, write_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
-from outrider.target_worker.sessions import SpeculationMode
+from outrider.target_worker.sessions.requests import SpeculationMode
 
 pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]

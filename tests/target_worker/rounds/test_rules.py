@@ -11,7 +11,7 @@ from tests.target_worker.rounds.driving import PROMPT, TARGET_ONLY, Driver, Tree
 from tests.target_worker.rounds.rule_references import reference_path
 from transformers import PreTrainedModel
 
-from outrider.draft_distribution import DraftDistribution
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.loop import RoundLoop

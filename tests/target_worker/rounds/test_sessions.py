@@ -24,7 +24,7 @@ from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions import WITHOUT_LIMIT, Code, SessionFault
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, Code, SessionFault
 
 pytestmark = pytest.mark.usefixtures("device")
 SYNTHETIC = SamplingSpec(verification=VerificationRule.SYNTHETIC)

@@ -28,7 +28,7 @@ from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.sessions import WITHOUT_LIMIT, SpeculationMode
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, SpeculationMode
 
 FOR_EVER_MS = 10**9
 

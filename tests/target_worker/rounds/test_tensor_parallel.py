@@ -26,7 +26,7 @@ from outrider.sampling import SamplingSpec
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions import SpeculationMode
+from outrider.target_worker.sessions.requests import SpeculationMode
 
 # Requests whose texts a head is trained on.
 KNOWN = ("greedy", "coupled")

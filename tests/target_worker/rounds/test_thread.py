@@ -27,7 +27,7 @@ from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.rounds.thread import RoundThread
-from outrider.target_worker.sessions import Code
+from outrider.target_worker.sessions.requests import Code
 
 SPEC = SamplingSpec(max_new_tokens=20)
 

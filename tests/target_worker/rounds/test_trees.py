@@ -8,7 +8,7 @@ import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.driving import PROMPT, loop_of, make_runner, open_request
 
-from outrider.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.growth import Growth

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror, table_logits
 
-from outrider.draft_distribution import WEIGHT_SUM
 from outrider.draft_worker.rounds.session import GrowthMode
+from outrider.drafting.draft_distribution import WEIGHT_SUM
 from outrider.sampling import SamplingSpec, VerificationRule
 
 STOPS = (0, 2, 4, 6, 8, 10, 12)

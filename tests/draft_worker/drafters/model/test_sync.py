@@ -9,8 +9,8 @@ import torch
 from tests.draft_worker.session_growth import SessionGrowth
 from tests.draft_worker.table_model import BRANCHING, Bench, Context, sync_start, table_logits
 
-from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker.rounds.session import SessionStart
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.sampling import SamplingSpec
 

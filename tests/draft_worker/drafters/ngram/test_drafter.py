@@ -12,8 +12,8 @@ from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Propo
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
 from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import InvalidRequest, OutOfSlots
-from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 
 Make = Callable[..., Any]

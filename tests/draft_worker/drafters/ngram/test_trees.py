@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from tests.draft_worker.session_growth import sessions_of
 
-from outrider.acceptance_calibration import RELIABILITY_EDGES, RULES
 from outrider.draft_worker.drafters.ngram.calibration import NgramCalibration
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Proposals, TextTails
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.drafting.acceptance_calibration import RELIABILITY_EDGES, RULES
 from outrider.sampling import SamplingSpec
 
 VOCAB, MAX_LEN, ROWS = 6, 80, 12

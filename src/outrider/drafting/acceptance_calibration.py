@@ -1,0 +1,217 @@
+"""How likely the target accepts a child, given that it accepted the parent: learned online from commits.
+
+The raw draft probability is a poor estimate. A child falls into a bucket by its rank among its siblings and by one
+number that separates accepted from rejected children well:
+
+    greedy       -log q of the child
+    coupled      the gap, in units of the logits, between its score log q + G and the best sibling's (for the best
+                 child itself: the second's); q alone says next to nothing once noise decides
+    independent  -log q of the child; the target throws coins that the draft does not share (target_only)
+
+Each bucket starts at a prior worth `prior_strength` trials and forgets with `decay` a trial. A trial is a child whose
+parent lies on the committed path: it was a hit if the next committed token is the child's. Children that were never
+submitted count too, for the target's choice does not depend on what was submitted.
+
+What was predicted is held against what came true: each trial also counts in a bin of the estimate in force just
+before it, and these counts are the reliability diagram. The prior's curves are in `acceptance_prior`.
+
+Shapes: R parents, k children of each, best first; T = 3 k BINS buckets, B bins of estimates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.drafting.acceptance_prior import coupled_prior, greedy_prior, independent_prior
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+SURPRISE_EDGES = (0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
+GAP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+BINS = len(GAP_EDGES) + 1
+RULES = ("greedy", "coupled", "target_only")
+# Finer at both ends, where most children are.
+RELIABILITY_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_RELIABILITY_BINS = len(RELIABILITY_EDGES) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES.
+
+    Attributes:
+        rule: of RULES.
+        children: [B] of parents on the committed path.
+        predicted: [B] sum of their estimates.
+        hits: [B] those that were committed.
+    """
+
+    rule: str
+    children: Sequence[int]
+    predicted: Sequence[float]
+    hits: Sequence[int]
+
+
+class LearnedBuckets:
+    """Acceptance estimates by bucket, and what was observed of each.
+
+    Args:
+        prior: [T] estimates before anything is observed; buckets of one rule stand together, rules as in RULES.
+        prior_strength: trials that the prior is worth.
+        decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
+
+    Attributes:
+        learned: [T] estimates now, of the prior's dtype; changes in place.
+        version: observations so far.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, prior: npt.NDArray[Any], *, prior_strength: float, decay: float) -> None:
+        if prior_strength <= 0:
+            raise ValueError(f"prior_strength: {prior_strength} given, a positive number needed")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay: {decay} given, above 0 and at most 1 needed")
+        self.learned, self.version = prior.copy(), 0
+        # Hits that the prior is worth, hits, trials.
+        self._tried = np.zeros((3, len(prior)))
+        self._tried[0] = prior * prior_strength
+        bins = len(RULES) * _RELIABILITY_BINS
+        self._counted, self._predicted = np.zeros((2, bins), dtype=np.int64), np.zeros(bins)
+        self._settings = np.array(RELIABILITY_EDGES), len(prior) // len(RULES), float(prior_strength), float(decay)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The tables, as `outrider.drafting.calibration_kernels` takes them."""
+        return (self.learned, self._tried, self._counted, self._predicted, *self._settings)
+
+    def reliability(self) -> list[Reliability]:
+        """Return how the estimates came true since start, for each rule with observations. Thread-safe."""
+        found = []
+        for number, rule in enumerate(RULES):
+            span = slice(number * _RELIABILITY_BINS, (number + 1) * _RELIABILITY_BINS)
+            # In the reverse of the order in which they are counted, so that no share exceeds 1.
+            hits, predicted = self._counted[1, span].tolist(), self._predicted[span].tolist()
+            children = self._counted[0, span].tolist()
+            if any(children):
+                found.append(Reliability(rule=rule, hits=hits, predicted=predicted, children=children))
+        return found
+
+
+class AcceptanceCalibration(LearnedBuckets):
+    """Estimates of the children of a model's nodes.
+
+    Args:
+        branching: k, most children of a parent.
+        prior_strength: trials that the prior is worth.
+        decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
+
+    Attributes:
+        edges: [2, BINS - 1] float32: what parts the bins of -log q, and those of the gap.
+        prior: [T] float32, bucket = (rule k + rank) BINS + bin.
+        learned: [T] float32 estimates now; changes in place.
+        version: observations so far.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, *, branching: int, prior_strength: float = 20.0, decay: float = 0.999) -> None:
+        if branching < 1:
+            raise ValueError(f"branching: {branching} given, at least 1 needed")
+        self.edges = np.array([SURPRISE_EDGES, GAP_EDGES], dtype=np.float32)
+        self._rank_offset = np.arange(branching, dtype=np.int64) * BINS
+        self._rule_offset = branching * BINS
+        tables = (
+            greedy_prior(branching, SURPRISE_EDGES),
+            coupled_prior(branching, GAP_EDGES),
+            independent_prior(branching, SURPRISE_EDGES),
+        )
+        self.prior: FloatArray = np.concatenate(tables).ravel()
+        super().__init__(self.prior, prior_strength=prior_strength, decay=decay)
+
+    def buckets(self, log_q: FloatArray, scores: FloatArray, temperature: FloatArray) -> IntArray:
+        """The bucket of every child.
+
+        Args:
+            log_q: [R, k] log draft probability, after temperature and filters.
+            scores: [R, k] log q + G, descending; read where the temperature is above 0.
+            temperature: [R]; 0 is greedy.
+
+        Returns:
+            [R, k] int64.
+        """
+        ranks = self._rank_offset[: log_q.shape[1]]
+        coupled = temperature > 0
+        if not coupled.any():
+            return np.searchsorted(self.edges[0], -log_q) + ranks
+        scores = np.maximum(scores, np.float32(-1e30))  # -inf, of tokens that may not be chosen, has no gap
+        gaps = scores[:, :1] - scores
+        if scores.shape[1] > 1:
+            gaps[:, 0] = gaps[:, 1]
+        # Log probabilities at temperature t are logits over t: in units of the logits one table serves every t.
+        with np.errstate(over="ignore"):  # at a temperature of 3e38 a gap is as wide as they come
+            found = np.searchsorted(self.edges[1], gaps * temperature[:, None]) + ranks + self._rule_offset
+        if not coupled.all():
+            greedy = np.searchsorted(self.edges[0], -log_q) + ranks
+            found = np.where(coupled[:, None], found, greedy)
+        return found
+
+    def independent_buckets(self, log_q: FloatArray) -> IntArray:
+        """The bucket of every child of parents after which the target draws with coins of its own.
+
+        Args:
+            log_q: [R, k] log draft probability, after temperature and filters, best first.
+
+        Returns:
+            [R, k] int64.
+        """
+        return np.searchsorted(self.edges[0], -log_q) + self._rank_offset[: log_q.shape[1]] + 2 * self._rule_offset
+
+    def estimate(self, buckets: IntArray, learned: npt.NDArray[np.bool_] | bool = True) -> FloatArray:
+        """Estimates of children; those of one parent do not sum above 1.
+
+        Args:
+            buckets: [R, k] from `buckets`.
+            learned: [R] or one bool: False answers from the prior alone, so that trees are reproducible.
+
+        Returns:
+            [R, k] float32.
+        """
+        if learned is True:
+            estimates = self.learned[buckets]
+        else:
+            learned = np.broadcast_to(np.asarray(learned), buckets.shape[:1])
+            estimates = np.where(learned[:, None], self.learned[buckets], self.prior[buckets])
+        return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
+
+    def observe(self, buckets: IntArray | Sequence[int], hit: int) -> None:
+        """Count the children of one parent on the committed path.
+
+        Args:
+            buckets: [k] the children's buckets.
+            hit: index of the child that was committed; negative if none of them was.
+        """
+        self.observe_parents(np.array([[hit, len(buckets), *buckets]], dtype=np.int64))
+
+    def observe_parents(self, seen: IntArray) -> None:
+        """`observe` of several parents, one after the other.
+
+        Args:
+            seen: [n, 2 + k] which child was committed, how many there are, and their buckets.
+        """
+        # Imported here so that numba stays optional.
+        from outrider.drafting.calibration_kernels import observe_parents
+
+        observe_parents(seen, self.arrays)
+        self.version += len(seen)
+
+
+def warm_up() -> None:
+    """Compiles the loop of `observe_parents`, or loads what was compiled, before anybody waits for it."""
+    AcceptanceCalibration(branching=2).observe_parents(np.zeros((0, 4), dtype=np.int64))

@@ -1,0 +1,236 @@
+"""Serves a worker: loads its model in its thread, listens, registers with the coordinators, drains, ends (torch-free).
+
+What a draft and a target worker differ in is a `Worker`; the order of things is the same for both.
+"""
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from outrider.addresses import Resolve, resolver
+from outrider.drafting.growth_source import GrowthSource
+from outrider.errors import OutriderError, WorkerHung, WorkerUnavailable
+from outrider.front.handle import Front
+from outrider.front.inbox import Inbox
+from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
+from outrider.metrics.families import Describe
+from outrider.roles.registration import Registrar
+from outrider.roles.step_watch import StepWatch
+from outrider.roles.worker import introduce, until_any
+from outrider.security.binding import warn_of_bind
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.v1 import common_pb2, registry_pb2
+
+logger = logging.getLogger(__name__)
+
+_REGISTERED_AS = {Role.DRAFT: registry_pb2.WORKER_ROLE_DRAFT, Role.TARGET: registry_pb2.WORKER_ROLE_TARGET}
+
+
+class WorkerConfig(Protocol):
+    """What both workers' configurations have."""
+
+    @property
+    def address(self) -> str: ...  # noqa: D102
+    @property
+    def host(self) -> str: ...  # noqa: D102
+    @property
+    def advertised_host(self) -> str | None: ...  # noqa: D102
+    @property
+    def coordinators(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def drain_s(self) -> float: ...  # noqa: D102
+    @property
+    def tls(self) -> TlsConfig | None: ...  # noqa: D102
+    @property
+    def metrics_host(self) -> str: ...  # noqa: D102
+    @property
+    def metrics_port(self) -> int | None: ...  # noqa: D102
+
+
+class WorkThread(Protocol):
+    """The thread that owns the model.
+
+    Attributes:
+        watch: of its steps.
+        ready: done when the model is loaded, or could not be.
+        stopped: done when the thread has ended, with what ended it.
+    """
+
+    watch: StepWatch
+    ready: Future[Any]
+    stopped: Future[None]
+
+    def start(self) -> None:
+        """Loads the model, then works."""
+        ...
+
+    def stop(self) -> None:
+        """Asks it to end."""
+        ...
+
+
+Thread = TypeVar("Thread", bound=WorkThread)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What is known of a worker when its model is loaded.
+
+    Attributes:
+        model: as it travels.
+        limits: how much of it there is.
+        metrics: its values for Prometheus.
+        failures: done when something else than the thread and the front process has failed.
+        sources: by what a draft grows (none: a model).
+    """
+
+    model: common_pb2.ModelInfo
+    limits: registry_pb2.WorkerLimits
+    metrics: Describe
+    failures: Sequence[Future[None]] = ()
+    sources: Collection[GrowthSource] = ()
+
+
+class Worker(ABC, Generic[Thread]):
+    """A draft or a target worker.
+
+    Attributes:
+        role: which of them.
+        thread: that owns the model.
+        front: the process that speaks gRPC for it.
+        inbox: where `thread` finds what `front` passes on.
+    """
+
+    role: Role
+    thread: Thread
+    front: Front
+    inbox: Inbox[Any]
+
+    @abstractmethod
+    def loaded(self) -> Loaded:
+        """Called once, when `thread.ready` is done."""
+
+    @abstractmethod
+    def load(self) -> common_pb2.WorkerLoad:
+        """What a heartbeat carries."""
+
+    def close(self) -> None:
+        """Called last, unless it hangs."""
+
+
+async def serve_worker(
+    worker: Worker[Any],
+    config: WorkerConfig,
+    *,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    resolve: Resolve | None = None,
+) -> None:
+    """Serves a worker until `stop` is set or a coordinator asks it to end; then it drains.
+
+    Args:
+        worker: not started yet.
+        config: of the worker.
+        ready: called once with the host:port that is bound, when the model is loaded and the port answers.
+        stop: set by whoever wants it to end.
+        resolve: gives the coordinators to register at; default those of `config`.
+
+    Raises:
+        OSError: the address is taken.
+        CertificateError: the TLS files cannot be used.
+        WorkerRefused: a coordinator does not take this worker.
+        WorkerHung: a step does not come back; its thread runs on, and the process has to end.
+        WorkerUnavailable: the process that speaks gRPC has ended.
+        Exception: what the thread raised while it loaded or ran.
+    """
+    with contextlib.closing(worker.front), contextlib.closing(worker.inbox):
+        await _serve(worker, config, ready, stop or asyncio.Event(), resolve)
+
+
+async def _serve(
+    worker: Worker[Any],
+    config: WorkerConfig,
+    ready: Callable[[str], None] | None,
+    stop: asyncio.Event,
+    resolve: Resolve | None,
+) -> None:
+    if config.tls is not None:
+        config.tls.check(worker.role)
+    warn_of_bind(config.host, tls_ca=config.tls)
+    front, thread = worker.front, worker.thread
+    await front.listen()
+    thread.start()
+    registrar: Registrar | None = None
+    metrics: MetricsEndpoint | None = None
+    in_order = is_hung = False
+    failure: OutriderError | None = None
+    try:
+        await until_any(asyncio.wrap_future(thread.ready), asyncio.wrap_future(front.failed))
+        loaded = worker.loaded()
+        metrics = open_endpoint(loaded.metrics, host=config.metrics_host, port=config.metrics_port, tls=config.tls)
+        await front.start()
+        registrar = _registrar(worker, loaded, config, port=front.port, resolve=resolve)
+        registrar.start()
+        if ready is not None:
+            ready(front.address)
+        # Whoever was told may have chosen cores for this process.
+        front.share_cores()
+        await until_any(
+            stop.wait(),
+            registrar.drain_asked.wait(),
+            registrar.failed,
+            thread.watch.watch(),
+            *(asyncio.wrap_future(end) for end in (thread.stopped, front.failed, *loaded.failures)),
+        )
+        in_order = True
+    except Exception as error:
+        # Neither waited for nor closed where it hangs: that would hang as well.
+        is_hung = isinstance(error, WorkerHung)
+        failure = WorkerUnavailable(f"the {worker.role.value} worker failed: {error}")
+        raise
+    finally:
+        try:
+            await front.stop(drain=lambda: _leave(registrar, in_order=in_order), failure=failure)
+            # How it drains is read, too.
+            if metrics is not None:
+                await metrics.close()
+        finally:
+            if not is_hung:
+                thread.stop()
+                # What ended the thread, if anything did, has been raised above.
+                await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)
+                worker.close()
+    logger.info("stopped")
+
+
+def _registrar(
+    worker: Worker[Any], loaded: Loaded, config: WorkerConfig, *, port: int, resolve: Resolve | None
+) -> Registrar:
+    introduction = introduce(
+        _REGISTERED_AS[worker.role],
+        address=f"{config.advertised_host or config.host}:{port}",
+        model=loaded.model,
+        limits=loaded.limits,
+        name=config.name,
+        sources=loaded.sources,
+    )
+    return Registrar(
+        resolve or resolver(config.coordinators),
+        introduction,
+        worker.load,
+        drain_s=config.drain_s,
+        tls=config.tls,
+    )
+
+
+async def _leave(registrar: Registrar | None, *, in_order: bool) -> None:
+    if registrar is not None:
+        await registrar.close(in_order=in_order)

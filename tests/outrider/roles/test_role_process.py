@@ -1,0 +1,16 @@
+"""A role's process: what it is given, and how its end is told."""
+
+import time
+
+import pytest
+
+from outrider.errors import WorkerUnavailable
+from outrider.roles.role_process import RoleProcess, stop_all
+
+
+def test_a_role_has_its_own_environment_and_its_end_is_told_with_its_last_words():
+    role = RoleProcess("first", "coordinator", [], environment={"PYTHONHASHSEED": "no number"})
+    with pytest.raises(WorkerUnavailable, match=r"first ended with exit code 1: .*PYTHONHASHSEED"):
+        role.await_ready(time.monotonic() + 60)
+    assert not role.is_running
+    stop_all([role])
