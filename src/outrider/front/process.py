@@ -59,6 +59,8 @@ class Relay(asyncio.Protocol):
         # Of each call, what it is to be sent: messages, an error, None to end.
         self._outgoing: dict[int, _Outgoing] = {}
         self._held: set[int] = set()
+        # What ends calls that are opened from now on; nothing as long as the worker serves.
+        self._endings: list[status_pb2.Status | None] = []
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Offer the service there, with messages as bytes."""
@@ -94,7 +96,8 @@ class Relay(asyncio.Protocol):
         return answer
 
     def end_calls(self, status: status_pb2.Status | None = None) -> None:
-        """Let every call end after what it has to send: in order, or with an error."""
+        """Let every call end after what it has to send, those that come from now on too: in order, or with an error."""
+        self._endings.append(status)
         for outgoing in self._outgoing.values():
             outgoing.put_nowait(status)
 
@@ -122,6 +125,8 @@ class Relay(asyncio.Protocol):
         outgoing = self._outgoing[number] = asyncio.Queue()
         traceparent = tracing.received(context.invocation_metadata())
         self._send(Kind.OPENED, number, bytes([method]) + traceparent.encode())
+        for status in self._endings:
+            outgoing.put_nowait(status)
         try:
             yield number, outgoing
         finally:
