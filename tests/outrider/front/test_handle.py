@@ -112,6 +112,8 @@ async def test_open_calls_are_told_why_their_worker_has_failed(serving_front: tu
     async with rpc.open_channel(front.address) as channel:
         call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
         await call.wait_for_connection()
+        # What is still on its way to the process as it ends is cancelled by gRPC: it has to be there.
+        assert await asyncio.to_thread(front.data.recv, 1 << 12), "no call was opened"
         await front.stop(drain=_nothing_to_drain, failure=WorkerUnavailable("the draft worker failed: out of memory"))
         with pytest.raises(grpc.aio.AioRpcError) as told:
             await call.read()
