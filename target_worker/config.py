@@ -12,7 +12,7 @@ from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS
 
-_CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 4096
+_CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class TargetWorkerConfig:
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
         max_tree_nodes: most rows of one session in a round: its root and the best of its nodes.
         max_step_tokens: most verified rows of a round: roots and nodes of all sessions.
-        max_prefill_tokens: most rows of prompts beside them; default a quarter of max_step_tokens on a CPU, 4096 on a
+        max_prefill_tokens: most rows of prompts beside them; default a quarter of max_step_tokens on a CPU, 2048 on a
             GPU.
         prefill_slowdown: how much longer than its verification alone a round may take for the sake of prefill beside
             it: 0.4 is 40 %. At least some rows of prefill always go along.

@@ -18,8 +18,8 @@ from outrider.target_worker.rounds.buckets import round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 
-# A bucket's graphs: up to the forward pass, and what follows it for sessions without and with processors.
-_GRAPHS = 3
+# A bucket's graphs: up to packing, the forward pass, and what follows for sessions without and with processors.
+_GRAPHS = 4
 _CLOCK_READINGS = 50
 
 

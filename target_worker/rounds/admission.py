@@ -205,32 +205,30 @@ def length_ahead(kv: RowKv, running: Sequence[Session], *, rows: int) -> int:
 
 
 def chunks(
-    sessions: Iterable[Session], allowance: PrefillAllowance, *, most_rows: int, most_chunks: int
+    prompts: Iterable[Session], allowance: PrefillAllowance, *, most_chunks: int
 ) -> Iterator[tuple[Session, int]]:
     """Yield the prompts whose next part a round computes, each with its number of tokens; the oldest first.
 
     A short prompt that the round can finish overtakes a long one, but never takes all that would move that.
     """
-    pending = sorted((session for session in sessions if session.is_prefilling), key=lambda session: session.order)
-    rows, count, unfinished = most_rows, most_chunks, list[Session]()
-    for session in pending:
+    count, unfinished = most_chunks, list[Session]()
+    for session in sorted(prompts, key=lambda session: session.order):
         missing = session.length - 1 - session.planned
-        granted = min(allowance.rows(session.planned), rows)
+        granted = allowance.rows(session.planned)
         if unfinished:
             granted -= -(-granted // _PREFILL_SHARE)
         if missing <= granted and count > bool(unfinished):
             allowance.spend(missing, session.planned)
-            rows, count = rows - missing, count - 1
+            count -= 1
             yield session, missing
         else:
             unfinished.append(session)
     for session in unfinished[:count]:
-        granted = min(allowance.rows(session.planned), rows)
+        granted = allowance.rows(session.planned)
         if granted <= 0:
             return
         size = min(session.length - 1 - session.planned, granted)
         allowance.spend(size, session.planned)
-        rows -= size
         yield session, size
 
 

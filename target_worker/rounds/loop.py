@@ -417,14 +417,13 @@ class RoundLoop:
         )
         began, ended = read.times_ns[RoundTime.BEGAN], read.times_ns[RoundTime.ENDED]
         tokens = int(columns[ReportColumn.TOKENS].sum())
-        bucket = launched.bucket if launched.level is Level.PLAIN else None
         round_ns = ended - max(began, self._ended_ns)
         growth_steps = [] if self._drafter is None else self._drafter.read(launched.growth_steps)
         drafted_ns = sum(step_ns for _, step_ns in growth_steps)
-        self._times.note(bucket, shape, round_ns, tokens=tokens, drafted_ns=drafted_ns)
+        self._times.note(launched.bucket, shape, round_ns, tokens=tokens, drafted_ns=drafted_ns)
         self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
         self._ended_ns, self._verified_rows = ended, read.verified_rows
-        plain_ns = self._times.plain_ns(bucket, shape, round_ns, sessions=read.sessions)
+        plain_ns = self._times.plain_ns(launched.bucket, shape, round_ns, sessions=read.sessions)
         if self._drafter is not None and read.sessions and not shape.prefill_rows:
             accepted = int(columns[ReportColumn.ACCEPTED].sum())
             self._drafter.pace.note_round(
@@ -593,33 +592,31 @@ class RoundLoop:
     def _launch(self) -> None:
         self._tell_reach()
         running = [session for session in self._by_row if session is not None and session.is_running]
-        keys = sum(session.length for session in running)
-        allowance = self._times.prefill_allowance(
+        prompts = [session for session in self._sessions.values() if session.is_prefilling]
+        is_sync = any(session.is_sync for session in running)
+        bucket, allowance = self._times.plan(
+            self._gains,
             sessions=len(running),
-            keys=keys,
+            keys=sum(session.length for session in running),
             rows=max(len(running), self._verified_rows),
-            most=self._config.max_prefill_tokens,
+            missing=sum(session.length - 1 - session.planned for session in prompts),
+            context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
+            is_widest=is_sync,
         )
         planned = list[_Chunk]()
-        for session, size in chunks(
-            self._sessions.values(), allowance, most_rows=self._config.max_prefill_tokens, most_chunks=MAX_CHUNKS
-        ):
+        for session, size in chunks(prompts, allowance, most_chunks=MAX_CHUNKS):
             records = Records()
             records.prefill(session.row, session.generation, start=session.planned, size=size)
             self._inbox.put(records.array())
             planned.append(_Chunk(session=session, generation=session.generation, start=session.planned, size=size))
             session.planned += size
         prefill = sum(chunk.size for chunk in planned)
-        if any(session.is_sync for session in running):
-            bucket, least_value = self._times.widest(prefill=prefill), 0.0
-        else:
-            bucket = self._times.choose(self._gains, sessions=len(running), prefill=prefill)
-            least_value = max(self._times.least_value, self._config.least_value)
+        least_value = 0.0 if is_sync else max(self._times.least_value, self._config.least_value)
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
         growth_steps = 0
         if self._drafter is not None:
             growth_steps = self._drafter.grow([session for session in self._by_row if session is not None])
-        bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
+        self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
         self._launched.append(
             _Launched(bucket=bucket, level=self._level, chunks=planned, growth_steps=growth_steps)
         )  # fmt: skip

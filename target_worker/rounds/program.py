@@ -9,9 +9,9 @@
     re_root                 committed tokens leave the trees, what hangs below them stays; a resident drafter follows
     report                  committed tokens to the host
 
-On a GPU a bucket's stages are two CUDA graphs: up to the forward pass, and from the choices on. They are launched
-together, one round ahead. Rounds with processors run in wide buckets alone, in three graphs; where the host has a part
-in the choices, it works while the forward pass runs and launches what follows.
+On a GPU a bucket's stages are three CUDA graphs: up to packing, the forward pass, and from the choices on, the last in
+two forms: with processors and without. They are launched together, one round ahead; where the host has a part in the
+choices, it works while the forward pass runs and launches what follows.
 
 Rounds that are not captured (on a CPU, with `enforce_eager`, with attention that waits for the host as FlashInfer's
 does) run one operator after the other, in one bucket: the host reads how many rows were packed, and the forward pass
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -62,20 +62,18 @@ from outrider.target_worker.rounds.session import Level, Session
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # Records of the ring, at least, and for each session. It holds what comes in two rounds: 64 sessions' drafts make five
 # thousand nodes in one of 6 ms, and may be three times as fast. What has no room waits, and is soon stale.
 _LEAST_RECORDS, _SESSION_RECORDS = 32_768, 64
 _COMPILING_THREADS = 8
 
 
-class _WideGraphs(NamedTuple):
-    """Graphs of a round with processors: the stages before the forward pass, the pass, and the stages behind it."""
+class _Graphs(NamedTuple):
+    """Graphs of a bucket: the stages before the forward pass, the pass, and by level the stages behind it."""
 
     pack: torch.cuda.CUDAGraph
     forward: torch.cuda.CUDAGraph
-    end: torch.cuda.CUDAGraph
+    ends: dict[Level, torch.cuda.CUDAGraph]
 
 
 class RoundProgram:
@@ -158,8 +156,8 @@ class RoundProgram:
         self.shape = ReportShape(sessions=largest, most=most, logprobs=min(config.logprobs, vocab_size))
         self._walks = Walks.allocate(self.pool, sessions=largest, most=most)
         self._ranked = Logprobs.allocate(lines, self.shape.logprobs, device)
-        # Raw logits of captured rounds with processors; `_logits` holds the processed ones.
-        self._wide_logits = self._column(lines if self._captures else 0, vocab_size, dtype=model.dtype)
+        # Raw logits of captured rounds; `_logits` holds those that processors have changed.
+        self._raw_logits = self._column(lines if self._captures else 0, vocab_size, dtype=model.dtype)
         self._logits = self._column(lines, vocab_size, dtype=torch.float32)
         self._decided = self._column(lines)
         # Verified rows are the first ones of a step.
@@ -180,10 +178,8 @@ class RoundProgram:
             (2, largest, most, 1 + 2 * self.shape.logprobs), dtype=torch.int32, pin_memory=on_gpu
         )
         self._side = torch.cuda.Stream(device) if on_gpu else None
-        # By bucket: of a plain round what comes up to the forward pass, and what follows. No graph's memory is read
-        # once the next round has begun, so all share it.
-        self._plain: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
-        self._wide: dict[int, _WideGraphs] = {}
+        # By bucket. No graph's memory is read by another one, so all share it.
+        self._graphs: dict[int, _Graphs] = {}
         self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
 
     @classmethod
@@ -247,7 +243,7 @@ class RoundProgram:
         """Return the log probabilities of a round whose report has just been read: [N, M, 1 + 2 K]."""
         return self._reported_logprobs.numpy()[round_ % 2]
 
-    def launch(self, bucket: int, level: Level, by_row: Sequence[Session | None], *, least_value: float = 0.0) -> int:
+    def launch(self, bucket: int, level: Level, by_row: Sequence[Session | None], *, least_value: float = 0.0) -> None:
         """Run a round; with graphs nothing is waited for, unless the host has a part in it.
 
         Args:
@@ -255,27 +251,20 @@ class RoundProgram:
             level: of the sessions that take part.
             by_row: sessions by row of the pool.
             least_value: nodes of a lower value are left out.
-
-        Returns:
-            The bucket that it runs in: a wide one for processors.
         """
         self._set_least_value(least_value)
-        if level is Level.PLAIN:
-            self._launch_plain(bucket)
-            return bucket
-        bucket = self._wide_bucket(bucket)
-        graphs = self._wide.get(bucket)
+        graphs = self._graphs.get(bucket)
         if graphs is None:
             self._pack(bucket)
         else:
             graphs.pack.replay()
-        if self._side is not None:
+        if self._side is not None and level is Level.HOSTED:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
         if graphs is None:
             logits = self._forward(bucket)
         else:
-            logits = self._wide_logits[: self.buckets[bucket].rows]
-            with self._lead(bucket, graph=2 * bucket + 1):
+            logits = self._raw_logits[: self.buckets[bucket].rows]
+            with self._lead(bucket, graph=bucket):
                 graphs.forward.replay()
         if level is Level.HOSTED:
             with torch.cuda.stream(self._side):
@@ -284,8 +273,7 @@ class RoundProgram:
         elif graphs is None:
             self._end(bucket, level, logits)
         else:
-            graphs.end.replay()
-        return bucket
+            graphs.ends[level].replay()
 
     def _set_least_value(self, least_value: float) -> None:
         """Have the rounds launched from now on leave out nodes of a lower value."""
@@ -304,16 +292,6 @@ class RoundProgram:
             torch.cuda.current_stream(self.device).query()
         with self._model.ranks.guard():
             time.sleep(0)
-
-    def _launch_plain(self, bucket: int) -> None:
-        graphs = self._plain.get(bucket)
-        if graphs is None:
-            self._pack(bucket)
-            self._end(bucket, Level.PLAIN, self._forward(bucket))
-            return
-        with self._lead(bucket, graph=2 * bucket):
-            graphs[0].replay()
-        graphs[1].replay()
 
     @torch.inference_mode()
     def _pack(self, bucket: int) -> None:
@@ -433,7 +411,7 @@ class RoundProgram:
         for done, bucket in enumerate(reversed(range(len(self.buckets)))):
             report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
             self._capture(bucket, stream)
-        self.captured_ns += time_buckets(len(self.buckets), self._launch_plain, stream)
+        self.captured_ns += time_buckets(len(self.buckets), lambda bucket: self.launch(bucket, Level.PLAIN, ()), stream)
         self._forget_rounds()
         captured = time.perf_counter()
         assert self._memory_before is not None, "graphs are a GPU's"
@@ -443,7 +421,7 @@ class RoundProgram:
         logger.info(
             "%d CUDA graphs: compiled in %.1f s, captured in %.1f s; with what rounds read and write, %.2f GB "
             "(%.2f in tensors, %.2f kept by PyTorch for graphs and reuse, the rest the driver's)",
-            2 * len(self._plain) + 3 * len(self._wide), compiled - began, captured - compiled,
+            4 * len(self._graphs), compiled - began, captured - compiled,
             used[0], used[1], used[2] - used[1],
         )  # fmt: skip
 
@@ -453,8 +431,7 @@ class RoundProgram:
         def run(bucket: int) -> None:
             with torch.cuda.device(self.device):
                 self.launch(bucket, Level.PLAIN, ())
-                if self._wide_bucket(bucket) == bucket:
-                    self.launch(bucket, Level.PROCESSED, ())
+                self.launch(bucket, Level.PROCESSED, ())
 
         buckets = range(len(self.buckets))
         if self._model.ranks.world_size == 1:
@@ -468,47 +445,26 @@ class RoundProgram:
         torch.cuda.empty_cache()
 
     def _capture(self, bucket: int, stream: torch.cuda.Stream) -> None:
-        def capture(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
-                found = run()
-            return graph, found
+                run()
+            return graph
 
-        def begin() -> torch.Tensor:
-            self._pack(bucket)
-            return self._forward(bucket)
+        def end(level: Level) -> torch.cuda.CUDAGraph:
+            return capture(lambda: self._end(bucket, level, logits))
 
+        logits = self._raw_logits[: self.buckets[bucket].rows]
         with torch.cuda.stream(stream):
-            self._launch_plain(bucket)
+            self.launch(bucket, Level.PLAIN, ())
             torch.cuda.synchronize(self.device)
             self._is_capturing = True
-            with self._lead(bucket, graph=2 * bucket):
-                first, logits = capture(begin)
-            second, _ = capture(lambda: self._end(bucket, Level.PLAIN, logits))
-            self._plain[bucket] = first, second
-            if self._wide_bucket(bucket) == bucket:
-                wide_logits = self._wide_logits[: self.buckets[bucket].rows]
-                packing, _ = capture(lambda: self._pack(bucket))
-                with self._lead(bucket, graph=2 * bucket + 1):
-                    forward, _ = capture(lambda: wide_logits.copy_(self._forward(bucket)))
-                end, _ = capture(lambda: self._end(bucket, Level.PROCESSED, wide_logits))
-                self._wide[bucket] = _WideGraphs(packing, forward, end)
+            pack = capture(lambda: self._pack(bucket))
+            with self._lead(bucket, graph=bucket):
+                forward = capture(lambda: logits.copy_(self._forward(bucket)))
+            ends = {level: end(level) for level in (Level.PLAIN, Level.PROCESSED)}
+            self._graphs[bucket] = _Graphs(pack, forward, ends)
             self._is_capturing = False
-
-    def _wide_bucket(self, bucket: int) -> int:
-        """The bucket for processors: most rows for as few sessions as fit, and most prefill if there is any."""
-        own = self.buckets[bucket]
-
-        def width(number: int) -> tuple[int, int, int]:
-            other = self.buckets[number]
-            return other.prefill, -other.sessions, other.rows
-
-        fitting = [
-            number
-            for number, other in enumerate(self.buckets)
-            if other.sessions >= own.sessions and bool(other.prefill) == bool(own.prefill)
-        ]
-        return max(fitting, key=width)
 
     def _forget_rounds(self) -> None:
         if self.device.type == "cuda":

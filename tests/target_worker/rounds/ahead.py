@@ -33,13 +33,13 @@ class AheadProgram(RoundProgram):
         super().warm_up()
         self.runs_ahead = True
 
-    def launch(self, bucket: int, level: Level, by_row: Sequence[Session | None], *, least_value: float = 0.0) -> int:
+    def launch(self, bucket: int, level: Level, by_row: Sequence[Session | None], *, least_value: float = 0.0) -> None:
         if level is Level.HOSTED or not self.runs_ahead:
             assert not self._queued, "the host has a part in a round, and others are under way"
-            return super().launch(bucket, level, by_row, least_value=least_value)
+            super().launch(bucket, level, by_row, least_value=least_value)
+            return
         self._queued.append(_Queued(bucket, level, least_value))
         self.most_queued = max(self.most_queued, len(self._queued))
-        return bucket
 
     def wait(self) -> None:
         self.go_on()

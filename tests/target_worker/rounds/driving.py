@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.verification.walk import Finish
@@ -66,8 +69,9 @@ class FixedTimes(RoundTimes):
     def least_value(self) -> float:
         return 0.0
 
-    def prefill_allowance(self, *, sessions: int, keys: int, rows: int, most: int) -> PrefillAllowance:
-        return PrefillAllowance(most=min(most, self._chunk))
+    def plan(self, gains: npt.NDArray[np.int64], *, missing: int, **situation: Any) -> tuple[int, PrefillAllowance]:
+        bucket, _ = super().plan(gains, missing=missing, **situation)
+        return bucket, PrefillAllowance(most=min(missing, self._chunk, self._buckets[bucket].prefill))
 
 
 class FixedSteps(DraftSteps):

@@ -21,7 +21,7 @@ def waiting(order: int, *, length: int) -> Session:
 
 def planned(sessions: list[Session], *, most: int, most_chunks: int = 16) -> dict[int, int]:
     """The tokens that each session gets computed, by its order."""
-    found = chunks(sessions, PrefillAllowance(most=most), most_rows=most, most_chunks=most_chunks)
+    found = chunks(sessions, PrefillAllowance(most=most), most_chunks=most_chunks)
     return {session.order: size for session, size in found}
 
 

@@ -1,12 +1,14 @@
 """Which bucket a round takes: the one with the most expected tokens in its time."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, Bucket, RoundTimes, round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
-from outrider.target_worker.rounds.step_cost import StepCost, StepShape
+from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, StepShape, prefill_pairs
 
 CONFIG = RoundConfig(max_sessions=64, max_model_len=1000, max_step_rows=512, max_session_rows=64)
 BUCKETS = round_buckets(CONFIG, on_gpu=True)
@@ -42,46 +44,113 @@ def test_any_number_of_sessions_fits_without_many_rows_of_padding_and_all_have_t
     assert (widest.sessions, widest.rows) == (most_sessions, 512 if most_sessions > 1 else 64)
 
 
+def choose(times: RoundTimes, *, sessions: int, worth: float, **more: Any) -> tuple[Bucket, PrefillAllowance]:
+    options = {"missing": 0, "context": 0, **more}
+    gains = gains_of(sessions=sessions, worth=worth)
+    number, allowance = times.plan(gains, sessions=sessions, keys=1000 * sessions, rows=sessions, **options)
+    return BUCKETS[number], allowance
+
+
 @pytest.mark.parametrize(("worth", "is_wide"), [(0.5, True), (0.001, False)])
 def test_nodes_that_pay_widen_the_round_and_others_do_not(worth, is_wide):
     # Where weights are read anyway, more rows cost little.
     times = times_of([1e6 + 2e3 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
-    chosen = BUCKETS[times.choose(gains_of(sessions=1, worth=worth), sessions=1, prefill=0)]
+    chosen, _ = choose(times, sessions=1, worth=worth)
     assert (chosen.rows > 8) == is_wide
 
 
 def test_where_every_row_costs_nodes_have_to_be_likely():
     times = times_of([1e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
     for worth, rows in ((0.2, 64), (1.1, 512)):
-        chosen = BUCKETS[times.choose(gains_of(sessions=64, worth=worth), sessions=64, prefill=0)]
+        chosen, _ = choose(times, sessions=64, worth=worth)
         assert chosen.rows == rows
 
 
-def test_prefill_takes_a_bucket_with_room_for_it():
-    times = times_of([1e6] * len(BUCKETS))
-    chosen = BUCKETS[times.choose(gains_of(sessions=3, worth=0.1), sessions=3, prefill=300)]
-    assert chosen.prefill >= 300
-    widest = BUCKETS[times.widest(prefill=0)]
-    assert (widest.rows, widest.prefill) == (512, 0)
+def test_all_nodes_are_wanted_where_trees_have_a_fixed_shape():
+    times = times_of([1e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
+    for missing in (0, 100):
+        chosen, _ = choose(times, sessions=1, worth=0.1, missing=missing, is_widest=True)
+        assert (chosen.rows, bool(chosen.prefill)) == (512, bool(missing))
 
 
 def test_nodes_that_are_never_accepted_stop_widening_rounds():
     times = times_of([1e6 + 2e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
-    gains = gains_of(sessions=1, worth=0.5)
-    before = BUCKETS[times.choose(gains, sessions=1, prefill=0)].rows
+    before, _ = choose(times, sessions=1, worth=0.5)
     for _ in range(400):
         times.note_accepted(0, 10.0)
-    assert BUCKETS[times.choose(gains, sessions=1, prefill=0)].rows == 8 < before
+    after, _ = choose(times, sessions=1, worth=0.5)
+    assert after.rows == 8 < before.rows
 
 
 def test_nodes_of_which_none_was_accepted_are_tried_again():
     times = times_of([1e6 + 2e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
-    gains = gains_of(sessions=1, worth=0.5)
     for _ in range(400):
         times.note_accepted(0, 10.0)
     for _ in range(4096):
         times.note_accepted(0, 0.0)
-    assert BUCKETS[times.choose(gains, sessions=1, prefill=0)].rows > 8
+    chosen, _ = choose(times, sessions=1, worth=0.5)
+    assert chosen.rows > 8
+
+
+def gpu_ns(bucket: Bucket) -> float:
+    """Rows that hide behind the weights' 5.7 ms, others that cost 27 us each: an H100 with 8 billion parameters."""
+    rows = bucket.rows + bucket.prefill
+    return 1e6 * (5.7 + 0.002 * rows + 0.025 * max(0, rows - 192))
+
+
+PAIR_NS, BEYOND_NS = 1.3, 0.4e6
+
+
+def prefill(times: RoundTimes, *, sessions: int, worth: float, prompt: int) -> tuple[int, float, float]:
+    """Rounds that a prompt takes, their milliseconds, and the longest of them in rounds without."""
+    plain, _ = choose(times, sessions=sessions, worth=worth)
+    plain_ns, took_ns, done, rounds = gpu_ns(plain) + BEYOND_NS, [], 0, 0
+    while done < prompt:
+        bucket, allowance = choose(times, sessions=sessions, worth=worth, missing=prompt - done, context=done)
+        size = min(allowance.rows(done), prompt - done)
+        assert 0 < size <= bucket.prefill
+        pairs = prefill_pairs(size, done)
+        took_ns.append(gpu_ns(bucket) + BEYOND_NS + PAIR_NS * pairs)
+        shape = StepShape(verify_rows=sessions, prefill_rows=size, pairs=pairs)
+        times.note(BUCKETS.index(bucket), shape, int(took_ns[-1]), tokens=sessions)
+        done, rounds = done + size, rounds + 1
+    return rounds, sum(took_ns) / 1e6, max(took_ns) / plain_ns
+
+
+@pytest.mark.parametrize(
+    ("sessions", "worth", "most_rounds"), [(1, 0.0, 32), (32, 0.0, 32), (1, 0.4, 32), (32, 0.5, 21), (64, 0.9, 16)]
+)
+def test_a_prompt_takes_what_a_round_has_room_for_and_the_others_hardly_wait(sessions, worth, most_rounds):
+    times = times_of([gpu_ns(bucket) for bucket in BUCKETS])
+    for _ in range(100):
+        bucket, _ = choose(times, sessions=sessions, worth=worth)
+        shape = StepShape(verify_rows=sessions, keys=1000 * sessions)
+        times.note(BUCKETS.index(bucket), shape, int(gpu_ns(bucket) + BEYOND_NS), tokens=sessions)
+    for _ in range(3):
+        rounds, _, longest = prefill(times, sessions=sessions, worth=worth, prompt=4096)
+        assert rounds <= most_rounds
+        assert longest < 1.35
+
+
+def test_a_long_context_slows_a_prompt_down_and_not_the_others():
+    times = times_of([gpu_ns(bucket) for bucket in BUCKETS])
+    _, _, longest = prefill(times, sessions=8, worth=0.3, prompt=32_768)
+    # The least that always moves sees 32 x 32,768 keys in the end.
+    assert longest < 1.6
+
+
+def test_prompts_that_nothing_runs_beside_get_on_as_fast_as_they_can():
+    times = times_of([gpu_ns(bucket) for bucket in BUCKETS])
+    for prompt in (20, 200, 1000, 4096):
+        _, took_ms, _ = prefill(times, sessions=0, worth=0.0, prompt=prompt)
+        assert took_ms < 1.25 * (5.7 + 0.4 + 0.027 * prompt * (1 + prompt / 8192) + 2)
+
+
+def test_a_round_that_no_bucket_with_prompts_keeps_up_with_takes_the_quickest():
+    times = times_of([1e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
+    bucket, allowance = choose(times, sessions=1, worth=0.0, missing=4096)
+    assert (bucket.rows, bucket.prefill) == (64, 64)
+    assert allowance.rows(0) > 0
 
 
 def test_on_a_cpu_a_node_pays_if_its_value_covers_its_row():

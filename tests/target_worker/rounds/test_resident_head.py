@@ -46,12 +46,12 @@ class WatchedProgram(RoundProgram):
 
     watch: Callable[[], None] = staticmethod(lambda: None)
 
-    def launch(self, *arguments: Any, **options: Any) -> int:
+    def launch(self, *arguments: Any, **options: Any) -> None:
         if self.device.type == "cuda":
             # This round is launched while the one before still runs.
             torch.cuda.synchronize(self.device)
         self.watch()
-        return super().launch(*arguments, **options)
+        super().launch(*arguments, **options)
 
 
 class Watcher:

@@ -40,11 +40,11 @@ class StoppingProgram(RoundProgram):
         self.may_run, self.fault = threading.Event(), ""
         self.may_run.set()
 
-    def launch(self, *arguments: Any, **options: Any) -> int:
+    def launch(self, *arguments: Any, **options: Any) -> None:
         self.may_run.wait()
         if self.fault:
             raise RuntimeError(self.fault)
-        return super().launch(*arguments, **options)
+        super().launch(*arguments, **options)
 
 
 @dataclass(eq=False)
