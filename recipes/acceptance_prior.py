@@ -61,7 +61,13 @@ class Positions:
 
 @torch.inference_mode()
 def ask(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, prompt: Sequence[int], *, seed: int, temperature: float, tokens: int
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    prompt: Sequence[int],
+    *,
+    seed: int,
+    temperature: float,
+    tokens: int,
 ) -> Positions:
     """Ask both models at every position of a prompt and of the tokens that the target adds to it."""
     ids, cache = torch.tensor([prompt]), None

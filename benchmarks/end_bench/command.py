@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.end_bench import report
 from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
-from benchmarks.end_bench.checkpoints import widen_pair
 from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
@@ -79,9 +76,6 @@ def main(given: Sequence[str]) -> int:
     """Table on standard error, JSON on standard output; returns the exit code."""
     arguments = parse(given)
     console = Console(file=sys.stderr, width=180, highlight=False)
-    if arguments.plot is not None:
-        found = json.loads(arguments.plot.read_text(encoding="utf-8"))
-        return _draw(found, arguments.output or arguments.plot.parent, console)
     run = Run(arguments=arguments, began_s=time.monotonic())
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -99,8 +93,6 @@ def main(given: Sequence[str]) -> int:
         console.print(f"{name} failed: {failure}", markup=False)
     run.write()
     sys.stdout.write(json.dumps(found, indent=2, default=str) + "\n")
-    if arguments.output is not None and run.cells:
-        _draw(json.loads(json.dumps(found, default=str)), arguments.output, console)
     return _FAILED if run.failures or not run.cells else 0
 
 
@@ -113,18 +105,13 @@ def measure(run: Run, console: Console) -> None:
 
     cells = cells_of(plan_of(arguments))
     with ExitStack() as stack:
-        target, draft = arguments.target, arguments.draft
-        if arguments.shapes is not None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
-            target, draft = widen_pair(arguments.shapes, folder)
-            say("the pair is written")
         wanted = setups_of(cells)
-        options = service_options(arguments, target, draft, coordinators=len(wanted), most_s=run.left_s)
+        options = service_options(arguments, coordinators=len(wanted), most_s=run.left_s)
         services = stack.enter_context(Services(options, wanted, say, log_folder=arguments.output))
         bench = Bench(
             services=services,
             drivers=stack.enter_context(Drivers(processes=arguments.clients)),
-            prompts=prompts_of(arguments.prompt_tokens, target),
+            prompts=prompts_of(arguments.prompt_tokens, arguments.target),
             max_new_tokens=arguments.max_new_tokens,
             measure_s=arguments.measure,
         )
@@ -226,19 +213,7 @@ def _totals(endpoint: str) -> generation_pb2.ServerInfo:
 
 def _title(found: dict[str, Any]) -> str:
     settings = found["settings"]
-    pair = " and ".join(settings["shapes"] or [str(settings["target"] or "the embedded target"), "its draft"])
+    pair = f"{settings['target'] or 'the embedded target'} and its draft"
     gpus = found["machine"].get("gpus")
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['machine']['cores']} cores"
     return f"{pair}, {where}"
-
-
-def _draw(found: dict[str, Any], folder: Path, console: Console) -> int:
-    from benchmarks.end_bench.plots import draw
-
-    try:
-        paths = draw(found["cells"], folder, _title(found))
-    except ImportError:
-        console.print('no plots: matplotlib is not installed; pip install "outrider[plots]"', markup=False)
-        return 0
-    console.print(f"{len(paths)} plots in {folder}", markup=False)
-    return 0

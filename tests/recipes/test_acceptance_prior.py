@@ -1,4 +1,4 @@
-"""The recipe of the acceptance prior: it finds the curves behind counts, from the embedded pair too, and writes them."""
+"""The recipe of the acceptance prior: it asks the embedded pair, finds the curves behind counts, and writes them."""
 
 from pathlib import Path
 
