@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from benchmarks import results
 from benchmarks.end_bench import report
 from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Drivers, Load, Rule
@@ -37,13 +37,15 @@ class Run:
     """A run and what it has found.
 
     Attributes:
-        arguments: of the command line.
+        given: the command line.
+        arguments: of it.
         began_s: when it was started.
         cells: measured.
         left_out: names of cells there was no time for.
         failures: names of cells that failed, with what happened.
     """
 
+    given: Sequence[str]
     arguments: argparse.Namespace
     began_s: float
     cells: list[CellFigures] = field(default_factory=list)
@@ -58,7 +60,7 @@ class Run:
 
     def report(self) -> dict[str, Any]:
         """As JSON."""
-        return {
+        return results.provenance("end_to_end.py", self.given) | {
             "machine": report.machine(self.arguments.device),
             "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
             "cells": as_dicts(self.cells, scale_to=self.arguments.scale_to),
@@ -69,14 +71,14 @@ class Run:
     def write(self) -> None:
         """Into the folder that was asked for, if one was."""
         if self.arguments.output is not None:
-            report.write(self.arguments.output / "end_to_end.json", self.report())
+            results.write(self.report(), self.arguments.output / "end_to_end.json")
 
 
 def main(given: Sequence[str]) -> int:
     """Table on standard error, JSON on standard output; returns the exit code."""
     arguments = parse(given)
     console = Console(file=sys.stderr, width=180, highlight=False)
-    run = Run(arguments=arguments, began_s=time.monotonic())
+    run = Run(given=given, arguments=arguments, began_s=time.monotonic())
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -92,7 +94,7 @@ def main(given: Sequence[str]) -> int:
     for name, failure in run.failures.items():
         console.print(f"{name} failed: {failure}", markup=False)
     run.write()
-    sys.stdout.write(json.dumps(found, indent=2, default=str) + "\n")
+    results.write(found, None)
     return _FAILED if run.failures or not run.cells else 0
 
 

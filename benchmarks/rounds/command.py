@@ -6,9 +6,7 @@ import argparse
 import gc
 import importlib.util
 import json
-import platform
 import random
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from benchmarks.kernel_bench.command import commit
+from benchmarks import results
 from benchmarks.rounds import timeline
 from benchmarks.rounds.drafters import ReplayDrafter, ReplayOptions
 from benchmarks.rounds.driving import BenchSession, Driver, Recorder
@@ -52,16 +49,12 @@ def run(arguments: Sequence[str]) -> int:
         timeline.draw(json.loads(options.draw.read_text(encoding="utf-8"))["timeline"]["data"], options.timeline)
         return 0
     share_interpreter()
-    document: dict[str, Any] = {
-        "command": f"python benchmarks/rounds {shlex.join(arguments)}",
-        "commit": commit(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-    }
+    document = results.provenance("rounds", arguments)
     with cores_awake(options.keep_cores_awake) as settle:
         document |= Cells(options, console).measure(settle)
     document["machine"] = {"name": machine(options.device)}
     if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        results.write(document, options.output)
     return 0
 
 
