@@ -9,14 +9,12 @@ where a request was refused or failed, or where the coordinator's memory grew fr
 
 import argparse
 import itertools
-import json
 import os
 import platform
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from benchmarks.kernel_bench.command import commit
+from benchmarks import results
 from rich.console import Console
 from rich.table import Table
 
@@ -56,16 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(*map(str, row.values()))
     Console(width=220, highlight=False).print(table, *missed, sep="\n", markup=False)
     if options.output_json is not None:
-        words = ["python", "benchmarks/connections.py", *(sys.argv[1:] if arguments is None else arguments)]
-        document = {
-            "command": " ".join(words),
-            "commit": commit(),
-            "machine": _machine(),
-            "versions": {name: version(name) for name in ("torch", "grpcio")},
-            "notes": options.notes,
-            "runs": rows,
-        }
-        options.output_json.write_text(json.dumps(document, indent=2) + "\n")
+        document = results.provenance("connections.py", sys.argv[1:] if arguments is None else arguments)
+        document |= {"machine": _machine(), "notes": options.notes, "runs": rows}
+        results.write(document, options.output_json)
     return int(bool(missed))
 
 

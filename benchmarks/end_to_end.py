@@ -1,14 +1,14 @@
 """What speculation is worth through the whole service: off, sync and async, at several loads and temperatures.
 
     python benchmarks/end_to_end.py --sessions 1 4 --temperatures 0 --output results        the embedded pair on a CPU
-    python benchmarks/end_to_end.py --device cuda --shapes 8b 160m --output results         two GPUs, the widened pair
-    python benchmarks/end_to_end.py --device cuda --shapes 8b 160m --setups 0+4 1+3 2+2     four GPUs
+    python benchmarks/end_to_end.py --device cuda --target FOLDER --draft FOLDER            two GPUs, any pair
+    python benchmarks/end_to_end.py ... --setups 0+4 1+3 2+2                                four GPUs
     python benchmarks/end_to_end.py ... --synthetic 0.74                                    at given acceptance
-    python benchmarks/end_to_end.py --plot results/end_to_end.json                          the pictures again
 
 The role processes are those of a plain deployment, on loopback, each on the GPU of its place; sessions go through the
 public door, and each begins its next request when one ends. Every worker is started once and serves all cells;
-`--setups` says which there are and where they stand. benchmarks/end_bench/figures.py says what each figure means.
+`--setups` says which there are and where they stand. `outrider widen` writes the embedded pair in larger shapes.
+benchmarks/end_bench/figures.py says what each figure means.
 """
 
 import os

@@ -5,7 +5,7 @@
 #
 # Without names everything but the last three, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end
 # and replicas. Only by name: four-gpus (ten minutes); pool, the candidate pool's tests, sanitizers and figures (four minutes); rounds, a target's
-# rounds in process (eight).
+# rounds in process (six).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
@@ -101,12 +101,7 @@ for name in "$@"; do
         rounds) widened target 8b 8192
             rounds rounds 300 --modes off replay --sessions 1 16 64 256
             rounds rounds_timeline 90 --modes replay --sessions 1 --max-new-tokens 768 --rounds 100 --chance 0.9 \
-                --timeline "$out/rounds_timeline.png"
-            rounds rounds_ttft 180 --ttft --running 32 --arriving 128 4096 --kv-bytes 16000000000
-            # The draft is on a GPU of its own if there are two.
-            widened draft 160m
-            rounds rounds_model 180 --modes model --sessions 1 16 64 --draft "$checkpoints/draft-160m" \
-                --kv-bytes 32000000000 --draft-kv-bytes 12000000000 ;;
+                --timeline "$out/rounds_timeline.png" ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups resident shared --sessions 1 16 64 --temperatures 0 1 ;;
         *) echo "$name is none of tests, ranks, draft, end-to-end, replicas, four-gpus, one-gpu, pool, rounds" >&2; exit 2 ;;
     esac

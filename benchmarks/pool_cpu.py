@@ -6,7 +6,6 @@ Medians in microseconds of calls as a worker makes them, checks included, with o
 """
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -22,8 +21,8 @@ def main() -> int:
     """Run the command line."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     import torch
+    from benchmarks import results
     from benchmarks.kernel_bench import pool
-    from benchmarks.kernel_bench.command import commit
 
     parser = argparse.ArgumentParser(description="Times the candidate pool's operators on a CPU.")
     parser.add_argument("--sessions", type=int, default=8)
@@ -38,11 +37,8 @@ def main() -> int:
         "pack": pool.run_pack,
         "append": pool.run_append,
     }
-    report: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
+    report = results.provenance("pool_cpu.py", sys.argv[1:]) | {
         "machine": f"{platform.machine()}, {platform.processor() or 'processor not named'}, one thread",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "sessions": options.sessions,
         "entries": options.entries,
         "repeats": _REPEATS,
@@ -50,11 +46,7 @@ def main() -> int:
     for name, makers, nodes in (("target", target, 64), ("drafter", drafter, 32)):
         bench = pool.PoolBench(options.sessions, nodes, name == "drafter", torch.device("cpu"), entries=options.entries)
         report[name] = _time({operator: make(bench) for operator, make in makers.items()}, bench.restore)
-    text = json.dumps(report, indent=2) + "\n"
-    if options.output_json is None:
-        sys.stdout.write(text)
-    else:
-        options.output_json.write_text(text, encoding="utf-8")
+    results.write(report, options.output_json)
     return 0
 
 

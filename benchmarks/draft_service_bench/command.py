@@ -7,7 +7,6 @@ import gc
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -16,10 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
+from benchmarks import results
 from benchmarks.draft_service_bench.coordinator import FakeCoordinator, Load, Seen
-from benchmarks.kernel_bench.command import commit
 from rich.console import Console
 from rich.table import Table
 
@@ -62,15 +60,9 @@ def run(arguments: list[str]) -> int:
     console.print(_table(rows, options, serving["device"]))
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name != "json"}
-        document = {
-            "command": f"python benchmarks/draft_service.py {' '.join(arguments)}",
-            "commit": commit(),
-            "machine": {"name": serving["device"]},
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "settings": settings,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        document = results.provenance("draft_service.py", arguments)
+        document |= {"machine": {"name": serving["device"]}, "settings": settings, "rows": rows}
+        results.write(document, options.json)
     return 0
 
 

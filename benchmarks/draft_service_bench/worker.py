@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import uvloop
-from benchmarks.target_bench.models import BenchModel, folder_model, shape_model
 
 from outrider.draft_worker import server
 from outrider.draft_worker.config import DraftWorkerConfig
@@ -26,7 +28,10 @@ from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.engine.model_runner import ModelRunner
-from outrider.models import embedded_draft_path
+from outrider.engine.weight_source import FunctionSource
+from outrider.models import embedded_draft_path, embedded_target_path
+from outrider.models.widen import SHAPES, load_small
+from outrider.models.widened_weights import WidenedLlama
 from outrider.roles.awake import cores_awake
 from outrider.roles.worker import model_info
 
@@ -90,17 +95,25 @@ class CountedDrafter(ModelDrafter):
 
 
 @contextmanager
-def _model(device: str, shape: str) -> Iterator[BenchModel]:
-    if device == "cpu":
-        yield folder_model(embedded_draft_path())
-    else:
-        with shape_model(shape, torch.device(device)) as model:
-            yield model
+def _widened(shape: str) -> Iterator[tuple[Path, FunctionSource]]:
+    """The embedded target in a larger shape: a folder without weights, and what makes them on the GPU."""
+    large = WidenedLlama(
+        *load_small(embedded_target_path()), SHAPES[shape], dtype=torch.bfloat16, fill_seed=0,
+        max_position_embeddings=_MAX_LEN["cuda"],
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(large.config()), encoding="utf-8")
+        # Checkpoint folders are known by it.
+        (folder / "model.safetensors").touch()
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copyfile(embedded_target_path() / file, folder / file)
+        yield folder, FunctionSource(lambda tensor: large.tensor(tensor).cuda(), f"widened weights, shape {shape}")
 
 
-def _loader(model: BenchModel) -> server.Loader:
+def _loader(source: FunctionSource | None) -> server.Loader:
     def load(config: DraftWorkerConfig) -> LoadedDrafters:
-        runner = ModelRunner(config.engine(), source=model.source)
+        runner = ModelRunner(config.engine(), source=source)
         drafter = CountedDrafter(
             runner.packed_forward(sessions=config.max_num_seqs),
             replace(config.growth(max_model_len=runner.info.max_model_len), prior_strength=_UNLEARNING),
@@ -138,10 +151,12 @@ def main() -> None:
     torch.set_num_threads(1)
     with ExitStack() as stack:
         settle = stack.enter_context(cores_awake(options["keep_cores_awake"]))
-        model = stack.enter_context(_model(options["device"], options["shape"]))
+        folder, source = embedded_draft_path(), None
+        if options["device"] == "cuda":
+            folder, source = stack.enter_context(_widened(options["shape"]))
         sessions, live_nodes, max_len = max(options["sessions"]), options["live_nodes"], _MAX_LEN[options["device"]]
         config = DraftWorkerConfig(
-            model_path=model.folder,
+            model_path=folder,
             device=options["device"],
             max_num_seqs=sessions,
             max_model_len=max_len,
@@ -149,13 +164,14 @@ def main() -> None:
             num_slots=sessions * (max_len + live_nodes),
         )
         device = "CPU" if options["device"] == "cpu" else torch.cuda.get_device_name()
+        vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
         def ready(address: str) -> None:
             # Not before, for it compiles on all cores.
             settle()
-            _say({"address": address, "vocab_size": model.vocab_size, "max_len": max_len, "device": device})
+            _say({"address": address, "vocab_size": vocab_size, "max_len": max_len, "device": device})
 
-        uvloop.run(server.serve(config, loader=_loader(model), ready=ready))
+        uvloop.run(server.serve(config, loader=_loader(source), ready=ready))
 
 
 if __name__ == "__main__":

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
+from benchmarks import results
 from benchmarks.end_bench import report
 from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
-from benchmarks.end_bench.checkpoints import widen_pair
 from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
@@ -40,13 +37,15 @@ class Run:
     """A run and what it has found.
 
     Attributes:
-        arguments: of the command line.
+        given: the command line.
+        arguments: of it.
         began_s: when it was started.
         cells: measured.
         left_out: names of cells there was no time for.
         failures: names of cells that failed, with what happened.
     """
 
+    given: Sequence[str]
     arguments: argparse.Namespace
     began_s: float
     cells: list[CellFigures] = field(default_factory=list)
@@ -61,7 +60,7 @@ class Run:
 
     def report(self) -> dict[str, Any]:
         """As JSON."""
-        return {
+        return results.provenance("end_to_end.py", self.given) | {
             "machine": report.machine(self.arguments.device),
             "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
             "cells": as_dicts(self.cells, scale_to=self.arguments.scale_to),
@@ -72,17 +71,14 @@ class Run:
     def write(self) -> None:
         """Into the folder that was asked for, if one was."""
         if self.arguments.output is not None:
-            report.write(self.arguments.output / "end_to_end.json", self.report())
+            results.write(self.report(), self.arguments.output / "end_to_end.json")
 
 
 def main(given: Sequence[str]) -> int:
     """Table on standard error, JSON on standard output; returns the exit code."""
     arguments = parse(given)
     console = Console(file=sys.stderr, width=180, highlight=False)
-    if arguments.plot is not None:
-        found = json.loads(arguments.plot.read_text(encoding="utf-8"))
-        return _draw(found, arguments.output or arguments.plot.parent, console)
-    run = Run(arguments=arguments, began_s=time.monotonic())
+    run = Run(given=given, arguments=arguments, began_s=time.monotonic())
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -98,9 +94,7 @@ def main(given: Sequence[str]) -> int:
     for name, failure in run.failures.items():
         console.print(f"{name} failed: {failure}", markup=False)
     run.write()
-    sys.stdout.write(json.dumps(found, indent=2, default=str) + "\n")
-    if arguments.output is not None and run.cells:
-        _draw(json.loads(json.dumps(found, default=str)), arguments.output, console)
+    results.write(found, None)
     return _FAILED if run.failures or not run.cells else 0
 
 
@@ -113,18 +107,13 @@ def measure(run: Run, console: Console) -> None:
 
     cells = cells_of(plan_of(arguments))
     with ExitStack() as stack:
-        target, draft = arguments.target, arguments.draft
-        if arguments.shapes is not None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
-            target, draft = widen_pair(arguments.shapes, folder)
-            say("the pair is written")
         wanted = setups_of(cells)
-        options = service_options(arguments, target, draft, coordinators=len(wanted), most_s=run.left_s)
+        options = service_options(arguments, coordinators=len(wanted), most_s=run.left_s)
         services = stack.enter_context(Services(options, wanted, say, log_folder=arguments.output))
         bench = Bench(
             services=services,
             drivers=stack.enter_context(Drivers(processes=arguments.clients)),
-            prompts=prompts_of(arguments.prompt_tokens, target),
+            prompts=prompts_of(arguments.prompt_tokens, arguments.target),
             max_new_tokens=arguments.max_new_tokens,
             measure_s=arguments.measure,
         )
@@ -226,19 +215,7 @@ def _totals(endpoint: str) -> generation_pb2.ServerInfo:
 
 def _title(found: dict[str, Any]) -> str:
     settings = found["settings"]
-    pair = " and ".join(settings["shapes"] or [str(settings["target"] or "the embedded target"), "its draft"])
+    pair = f"{settings['target'] or 'the embedded target'} and its draft"
     gpus = found["machine"].get("gpus")
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['machine']['cores']} cores"
     return f"{pair}, {where}"
-
-
-def _draw(found: dict[str, Any], folder: Path, console: Console) -> int:
-    from benchmarks.end_bench.plots import draw
-
-    try:
-        paths = draw(found["cells"], folder, _title(found))
-    except ImportError:
-        console.print('no plots: matplotlib is not installed; pip install "outrider[plots]"', markup=False)
-        return 0
-    console.print(f"{len(paths)} plots in {folder}", markup=False)
-    return 0

@@ -31,9 +31,7 @@ def prompts_of(length: int | None, target: Path | None) -> list[list[int]]:
     return joined
 
 
-def service_options(
-    arguments: argparse.Namespace, target: Path | None, draft: Path | None, *, coordinators: int, most_s: float
-) -> ServiceOptions:
+def service_options(arguments: argparse.Namespace, *, coordinators: int, most_s: float) -> ServiceOptions:
     """How the roles are started, which may take no longer than `most_s`."""
     most = max(arguments.sessions)
     # Each coordinator leaves a worker's last places to the others, one for each of them.
@@ -43,8 +41,8 @@ def service_options(
     if arguments.kv_bytes is not None:
         worker_args += ["--kv-bytes", str(arguments.kv_bytes)]
     return ServiceOptions(
-        target=target,
-        draft=draft,
+        target=arguments.target,
+        draft=arguments.draft,
         device=arguments.device,
         target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
@@ -106,10 +104,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         help="also with so much longer round trips between coordinator and drafts, and between coordinator and "
         "targets; all workers are behind proxies then, in every cell",
     )  # fmt: skip
-    add("--shapes", nargs=2, metavar=("TARGET", "DRAFT"), help="widen the embedded pair to these, such as 8b 160m")
-    add("--target", type=Path, metavar="FOLDER", help="a checkpoint instead; default the embedded pair")
+    add("--target", type=Path, metavar="FOLDER", help="a checkpoint; default the embedded pair")
     add("--draft", type=Path, metavar="FOLDER")
-    add("--scratch", type=Path, help="where widened checkpoints are written; default a temporary folder")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")
     add("--target-gpus", type=int, default=1, help="of each target, which are tensor-parallel then")
     add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
@@ -128,8 +124,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--coordinator-args", default="", help="further options of the role, in one string; so the next two")
     add("--target-args", default="")
     add("--draft-args", default="")
-    add("--output", type=Path, metavar="FOLDER", help="end_to_end.json, plots and the processes' logs")
-    add("--plot", type=Path, metavar="FILE", help="only draw a report of before")
+    add("--output", type=Path, metavar="FOLDER", help="end_to_end.json and the processes' logs")
     options = parser.parse_args(given)
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft: give both folders or none")

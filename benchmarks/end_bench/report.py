@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -67,8 +64,6 @@ def machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "grpcio")},
     }
     if device != "cpu":
         asked = subprocess.run(
@@ -76,10 +71,3 @@ def machine(device: str) -> dict[str, Any]:
         )
         found["gpus"] = asked.stdout.splitlines()
     return found
-
-
-def write(path: Path, report: Mapping[str, Any]) -> None:
-    """Writes a report whole or not at all: a run may be killed at any time."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)

@@ -17,7 +17,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -206,7 +206,7 @@ class Cluster:
         await self.until_whole(timeout_s=options.ready_timeout_s)
 
     async def _add(self, name: str, arguments: Sequence[str]) -> Role:
-        options, port = self.options, fixed_port(self._random)
+        options, port = self.options, _fixed_port(self._random)
         kind = name.rpartition("-")[0]
         given = ["--host", LOOPBACK, "--port", str(port), *arguments]
         role = self.roles[name] = Role(
@@ -366,19 +366,14 @@ class Cluster:
         await self.stop()
 
 
-def fixed_port(choices: random.Random, *, is_free: Callable[[int], bool] | None = None) -> int:
+def _fixed_port(choices: random.Random) -> int:
     """A port that nobody listens on now, of those that the kernel gives nobody by itself."""
-    is_free = is_free or _is_free
-    for port in _shuffled(choices):
-        if is_free(port):
-            return port
-    raise OSError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
-
-
-def _shuffled(choices: random.Random) -> Iterator[int]:
     # Not of the seed alone: two runs of one seed side by side would meet at every port.
     own = random.Random(choices.getrandbits(32) ^ os.getpid())
-    yield from own.sample(_PORTS, len(_PORTS))
+    for port in own.sample(_PORTS, len(_PORTS)):
+        if _is_free(port):
+            return port
+    raise OSError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 def _is_free(port: int) -> bool:

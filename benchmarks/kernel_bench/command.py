@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
-import os
-import shlex
-import subprocess
 import sys
 import time
 import traceback
@@ -18,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks import results
 from benchmarks.kernel_bench import attention, draft_inputs, pool, probabilities, sampling, trees
 from benchmarks.kernel_bench.case import Case, Machine, Work
 from benchmarks.kernel_bench.report import LeftOut, Row, Times, make_row, print_report
@@ -120,30 +117,12 @@ def _measure_case(
     return times, subject.work, reference_us
 
 
-def commit() -> str:
-    """Return the measured commit: $COMMIT where the checkout has no history, else what git says."""
-    given = os.environ.get("COMMIT")
-    if given:
-        return given
-    root = Path(__file__).resolve().parents[2]
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, timeout=10, check=False
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def _write(rows: Sequence[Row], left_out: Sequence[LeftOut], machine: Machine, options: argparse.Namespace) -> None:
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+    document = results.provenance("kernels.py", sys.argv[1:])
+    document |= {
         "machine": asdict(machine),
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "settings": {"quick": options.quick, "only": options.only},
         "rows": [row.as_dict() for row in rows],
         "left_out": [asdict(case) for case in left_out],
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if options.output_json is None:
-        sys.stdout.write(text)
-    else:
-        options.output_json.write_text(text, encoding="utf-8")
+    results.write(document, options.output_json)

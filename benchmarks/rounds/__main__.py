@@ -1,12 +1,10 @@
 """A target worker's rounds in process: what a round takes, what it is made of, and what growth it finds.
 
-    python benchmarks/rounds [--device cuda] [--target FOLDER] [--sessions 1 16 64] [--modes off replay model]
+    python benchmarks/rounds [--device cuda] [--target FOLDER] [--sessions 1 16 64] [--modes off replay]
     python benchmarks/rounds --timeline FILE.png [--sessions 1]
-    python benchmarks/rounds --ttft [--running 32] [--arriving 128 4096]
 
-`off` runs without growth. `replay` grows trees from what `off` put out: as right, deep, wide and late as asked for.
-`model` grows them with a draft model on a thread of this process. The second form draws twenty rounds; the third has
-prompts arrive beside running sessions, and tells how long each waits for its first token and the others for their next.
+`off` runs without growth. `replay` grows trees from what `off` put out: as right, deep, wide and late as asked for. The
+second form draws twenty rounds.
 """
 
 import sys

@@ -6,9 +6,7 @@ import argparse
 import gc
 import importlib.util
 import json
-import platform
 import random
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,23 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from benchmarks.kernel_bench.command import commit
-from benchmarks.rounds import timeline, ttft
-from benchmarks.rounds.drafters import Drafter, DraftThread, ReplayDrafter, ReplayOptions, draft_config
+from benchmarks import results
+from benchmarks.rounds import timeline
+from benchmarks.rounds.drafters import ReplayDrafter, ReplayOptions
 from benchmarks.rounds.driving import BenchSession, Driver, Recorder
 from benchmarks.rounds.figures import figures
-from benchmarks.rounds.loading import Target, clock_offset, load_target, machine, target_config
+from benchmarks.rounds.loading import Target, clock_offset, load_target, machine
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from outrider.models import embedded_draft_path, embedded_target_path, held_out_prompts
+from outrider.models import embedded_target_path, held_out_prompts
 from outrider.roles.awake import cores_awake
 from outrider.roles.worker import share_interpreter
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.config import TargetWorkerConfig
 
-MODES = ("off", "replay", "model")
+MODES = ("off", "replay")
 _COLUMNS = (
     ("round, ms", "round_ms"),
     ("exposed, ms", "exposed_ms"),
@@ -51,29 +49,20 @@ def run(arguments: Sequence[str]) -> int:
         timeline.draw(json.loads(options.draw.read_text(encoding="utf-8"))["timeline"]["data"], options.timeline)
         return 0
     share_interpreter()
-    document: dict[str, Any] = {
-        "command": f"python benchmarks/rounds {shlex.join(arguments)}",
-        "commit": commit(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-    }
+    document = results.provenance("rounds", arguments)
     with cores_awake(options.keep_cores_awake) as settle:
-        if options.ttft:
-            document["ttft"] = ttft.measure(_ttft_options(options), console, settle)
-        else:
-            document |= Cells(options, console).measure(settle)
+        document |= Cells(options, console).measure(settle)
     document["machine"] = {"name": machine(options.device)}
     if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        results.write(document, options.output)
     return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/rounds", description="Times a target's rounds in process.")
     parser.add_argument("--target", type=Path, help="checkpoint folder; default the embedded target")
-    parser.add_argument("--draft", type=Path, help="checkpoint folder; default the embedded draft")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--draft-device", help="default the second GPU if there is one, else the target's device")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "replay"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -86,15 +75,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=ReplayOptions.width, help="replay: children of a node")
     parser.add_argument("--delay-ms", type=float, default=ReplayOptions.delay_ms, help="replay: from commit to growth")
     parser.add_argument("--kv-bytes", type=int, help="of the target; default as in a worker")
-    parser.add_argument("--draft-kv-bytes", type=int, help="of the draft; default as in a worker")
     parser.add_argument("--threads", type=int, default=1, help="of an operator on a CPU")
     parser.add_argument("--keep-cores-awake", type=int, default=0)
     parser.add_argument("--timeline", type=Path, metavar="FILE.png", help="draw rounds of the last cell")
     parser.add_argument("--draw", type=Path, metavar="FILE.json", help="draw the timeline of these results, only that")
-    parser.add_argument("--ttft", action="store_true", help="measure prompts that arrive beside running sessions")
-    parser.add_argument("--running", type=int, default=32, help="ttft: running sessions")
-    parser.add_argument("--arriving", nargs="+", type=int, default=[128, 4096], help="ttft: tokens of the prompts")
-    parser.add_argument("--arrivals", type=int, default=10, help="ttft: prompts of each length")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="results")
     options = parser.parse_args(arguments)
     if options.draw is not None and options.timeline is None:
@@ -102,21 +86,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if min(options.sessions) < 1:
         parser.error(f"--sessions: {min(options.sessions)} given, at least 1 needed")
     return options
-
-
-def _ttft_options(options: argparse.Namespace) -> ttft.TtftOptions:
-    return ttft.TtftOptions(
-        folder=options.target,
-        device=options.device,
-        running=options.running,
-        prompt_tokens=options.prompt_tokens,
-        arriving=options.arriving,
-        arrivals=options.arrivals,
-        temperature=options.temperature,
-        kv_bytes=options.kv_bytes,
-        threads=options.threads,
-        text=text_of(options.target),
-    )
 
 
 def text_of(target: Path | None) -> list[int]:
@@ -142,7 +111,7 @@ class _Cell:
 
 
 class Cells:
-    """All cells of a command, with one target and one draft.
+    """All cells of a command, with one target.
 
     Args:
         options: of the command line.
@@ -160,39 +129,27 @@ class Cells:
         options = self._options
         sessions, length = max(options.sessions), options.prompt_tokens + options.max_new_tokens
         target = load_target(
-            target_config(
-                options.target,
-                options.device,
-                sessions=sessions,
+            TargetWorkerConfig(
+                model_path=options.target,
+                device=options.device,
+                threads=options.threads,
+                max_num_seqs=sessions,
                 max_model_len=length,
                 kv_bytes=options.kv_bytes,
-                threads=options.threads,
             )
         )
         self._console.print(f"start-up: {target.start_up}", markup=False, highlight=False)
-        drafts: DraftThread | None = None
-        if "model" in options.modes:
-            device, kv_bytes = _draft_device(options), options.draft_kv_bytes
-            folder = options.draft or embedded_draft_path()
-            drafts = DraftThread(
-                draft_config(folder, device, sessions=sessions, max_model_len=length, kv_bytes=kv_bytes)
-            )
-            drafts.ready.result()
         settle()
         found, cells = dict[str, Any](), list[dict[str, Any]]()
-        try:
-            with _without_collector():
-                for count in options.sessions:
-                    for mode in options.modes:
-                        cell = self._cell(target, drafts, mode, count)
-                        own = figures(cell.recorder.rounds)
-                        own |= {"lost": cell.lost, "preemptions": cell.preemptions}
-                        cells.append({"mode": mode, "sessions": count, **own})
-                        if options.timeline is not None:
-                            found["timeline"] = self._timeline(target, cell, mode, count)
-        finally:
-            if drafts is not None:
-                drafts.stop()
+        with _without_collector():
+            for count in options.sessions:
+                for mode in options.modes:
+                    cell = self._cell(target, mode, count)
+                    own = figures(cell.recorder.rounds)
+                    own |= {"lost": cell.lost, "preemptions": cell.preemptions}
+                    cells.append({"mode": mode, "sessions": count, **own})
+                    if options.timeline is not None:
+                        found["timeline"] = self._timeline(target, cell, mode, count)
         settings = {name: _plain(value) for name, value in vars(options).items() if name != "output"}
         self._console.print(_table(cells))
         return {"settings": settings, "start_up": target.start_up, "cells": cells, **found}
@@ -210,16 +167,14 @@ class Cells:
             for number in range(1, count + 1)
         ]
 
-    def _drafter(self, target: Target, drafts: DraftThread | None, mode: str) -> Drafter | None:
+    def _drafter(self, target: Target) -> ReplayDrafter:
         options = self._options
-        if mode == "replay":
-            trees = ReplayOptions(
-                chance=options.chance, depth=options.depth, width=options.width, delay_ms=options.delay_ms
-            )
-            return ReplayDrafter(self._records, trees, vocab_size=target.runner.vocab_size)
-        return drafts if mode == "model" else None
+        trees = ReplayOptions(
+            chance=options.chance, depth=options.depth, width=options.width, delay_ms=options.delay_ms
+        )
+        return ReplayDrafter(self._records, trees, vocab_size=target.runner.vocab_size)
 
-    def _cell(self, target: Target, drafts: DraftThread | None, mode: str, count: int) -> _Cell:
+    def _cell(self, target: Target, mode: str, count: int) -> _Cell:
         """Decode generations of sessions until enough rounds count.
 
         Raises:
@@ -232,7 +187,7 @@ class Cells:
         warm = time.perf_counter() + options.warm_up
         driver = Driver(
             target.loop,
-            self._drafter(target, drafts, mode),
+            self._drafter(target) if mode == "replay" else None,
             recorder,
             may_measure=lambda: time.perf_counter() >= warm,
         )
@@ -282,12 +237,6 @@ class Cells:
         else:
             timeline.draw(data, options.timeline)
         return {"selected": selected, "due": due, "clocks_off_by_us": off_by_ns / 1e3, "data": data}
-
-
-def _draft_device(options: argparse.Namespace) -> str:
-    if options.draft_device is not None:
-        return options.draft_device
-    return "cuda:1" if options.device.startswith("cuda") and torch.cuda.device_count() > 1 else options.device
 
 
 @contextmanager

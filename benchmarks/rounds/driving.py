@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.rounds.drafters import Drafter, DraftThread, Grown
+from benchmarks.rounds.drafters import Grown, ReplayDrafter
 
 from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import Finish
@@ -33,18 +33,14 @@ class BenchSession:
         number: its id.
         prompt, sampling: as it is opened.
         output: committed so far.
-        early: growth that came before its first token.
         messages: of growth, so far.
-        was_lost: whether the target has lost growth of it.
     """
 
     number: int
     prompt: Sequence[int]
     sampling: SamplingSpec
     output: list[int] = field(default_factory=list)
-    early: list[Grown] = field(default_factory=list)
     messages: int = 0
-    was_lost: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +203,7 @@ class Driver:
     """
 
     def __init__(
-        self, loop: RoundLoop, drafter: Drafter | None, recorder: Recorder, *, may_measure: Callable[[], bool]
+        self, loop: RoundLoop, drafter: ReplayDrafter | None, recorder: Recorder, *, may_measure: Callable[[], bool]
     ) -> None:
         self._loop, self._drafter, self._recorder, self._may_measure = loop, drafter, recorder, may_measure
         self._open: dict[int, BenchSession] = {}
@@ -259,13 +255,8 @@ class Driver:
             grown = self._drafter.take(time.perf_counter_ns())
             if grown is None:
                 return
-            session = self._open.get(grown.number)
-            if session is None:
-                continue
-            if session.output:
+            if (session := self._open.get(grown.number)) is not None:
                 self._write(session, grown)
-            else:
-                session.early.append(grown)
 
     def _write(self, session: BenchSession, grown: Grown) -> None:
         kind = session.messages % _KINDS
@@ -300,19 +291,7 @@ class Driver:
             return
         if result.tokens:
             self._drafter.commit(number, result.tokens, time.perf_counter_ns())
-        if result.lost:
-            self._note_lost(session)
-        for grown in session.early:
-            self._write(session, grown)
-        session.early.clear()
-
-    def _note_lost(self, session: BenchSession) -> None:
-        self.lost += 1
-        if isinstance(self._drafter, DraftThread) and not session.was_lost:
-            self._loop.forget((INCARNATION, session.number), 1, 0)
-            self._drafter.reopen(session.number, session.output)
-            session.early.clear()
-        session.was_lost = True
+        self.lost += bool(result.lost)
 
     def _end(self, number: int) -> None:
         del self._open[number]

@@ -38,20 +38,6 @@ class Target:
     start_up: dict[str, Any]
 
 
-def target_config(
-    folder: Path | None, device: str, *, sessions: int, max_model_len: int | None, kv_bytes: int | None, threads: int
-) -> TargetWorkerConfig:
-    """Return the configuration of a target worker for so many sessions."""
-    return TargetWorkerConfig(
-        model_path=folder,
-        device=device,
-        threads=threads,
-        max_num_seqs=sessions,
-        max_model_len=max_model_len,
-        kv_bytes=kv_bytes,
-    )
-
-
 def load_target(config: TargetWorkerConfig, *, source: WeightSource | None = None) -> Target:
     """Load a target as its worker does; with a source, its weights come from there.
 

@@ -30,7 +30,7 @@ from outrider.client.outputs import GenerationOutput
 from outrider.local import LocalService
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.kernel_bench.command import commit
+from benchmarks.results import commit
 
 logger = logging.getLogger("compare")
 

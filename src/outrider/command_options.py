@@ -70,15 +70,17 @@ def config_command(
 
 
 def attribute_help(config_type: type) -> dict[str, str]:
-    """Each attribute's text in the Attributes section of a docstring, on one line.
+    """Each attribute's text in the Attributes section of the class's docstring or a base's, on one line.
 
     Raises:
         ValueError: a field is not described.
     """
-    _, _, section = (inspect.getdoc(config_type) or "").partition("Attributes:\n")
-    section = re.split(r"\n(?=\S)", section)[0]
-    entries = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
-    texts = {name: " ".join(text.split()) for name, _, text in (entry.partition(": ") for entry in entries)}
+    texts: dict[str, str] = {}
+    for described in reversed(config_type.__mro__):
+        _, _, section = inspect.cleandoc(described.__doc__ or "").partition("Attributes:\n")
+        section = re.split(r"\n(?=\S)", section)[0]
+        entries = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
+        texts |= {name: " ".join(text.split()) for name, _, text in (entry.partition(": ") for entry in entries)}
     missing = {field.name for field in dataclasses.fields(config_type)} - texts.keys()
     if missing:
         raise ValueError(f"{config_type.__name__} does not describe {', '.join(sorted(missing))}")

@@ -15,7 +15,6 @@ from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
 from benchmarks.end_bench.links import LISTENING, PROXIED, Links
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
-from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.services import places_of, visible_devices
 
 from outrider.v1 import generation_pb2, registry_pb2
@@ -66,9 +65,7 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
     assert plan_of(on_gpu).setups == [APART, SHARED, REPLICAS]
     assert plan_of(on_gpu).baselines_at == [0, 1]
-    options = service_options(
-        parse(["--sessions", "1", "8", "--dtype", "float32"]), None, None, coordinators=3, most_s=7
-    )
+    options = service_options(parse(["--sessions", "1", "8", "--dtype", "float32"]), coordinators=3, most_s=7)
     assert options.start_timeout_s == 7
     # Eight sessions of one coordinator, and a place that it leaves to each of the others.
     assert options.worker_args == ["--max-num-seqs", "10", "--dtype", "float32"]
@@ -221,16 +218,6 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
     # Where every draft token is accepted, only the tree's depth is a bound.
     assert report["cells"][2]["acceptance_length"] > 5
     assert (tmp_path / "target-0.log").is_file()
-
-
-def test_plots_are_drawn_from_a_report(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    cells = [
-        figures(APART, mode, 9, temperature=t, sessions=n) for mode in ("off", "async") for t in (0, 1) for n in (1, 4)
-    ]
-    paths = draw(json.loads(json.dumps(as_dicts(cells))), tmp_path / "plots", "title")
-    assert len(paths) == 5
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_workers_are_on_gpus_that_the_benchmark_sees(monkeypatch: pytest.MonkeyPatch):

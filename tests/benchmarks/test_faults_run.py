@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-from benchmarks.faults.command import parse
 from benchmarks.faults.gauges import settled_gauges, until_equal
 from benchmarks.faults.history import End, ToldDelta, check_all
 from benchmarks.faults.load import Habit, Load, make_scripts, without_faults
@@ -35,12 +34,6 @@ def test_scripts_are_mixed_and_of_their_seed():
     assert {0.0, 0.7, 1.0} == set(temperatures)
     assert 10 < sum(script.choices > 1 for script in scripts) < 100
     assert len({script.options["seed"] for script in scripts}) == 200
-
-
-def test_the_command_draws_a_seed_where_none_is_given():
-    assert parse(["--seed", "7"]).seed == 7
-    assert parse([]).faults == 60
-    assert len({parse([]).seed for _ in range(5)}) > 1
 
 
 def fault(number: int, kind: FaultKind, role: str, *, gap_s: float, duration_s: float, **more) -> PlannedFault:

@@ -11,7 +11,6 @@ import torch
 from benchmarks.kernel_bench.attention import SHAPES, WINDOWED
 from benchmarks.kernel_bench.case import Case, Machine, Work
 from benchmarks.kernel_bench.command import all_cases, run
-from benchmarks.kernel_bench.forest import draft_pool, follow_children, make_forest
 from benchmarks.kernel_bench.targets import TARGETS, Target
 
 import outrider.ops
@@ -54,51 +53,6 @@ def test_cases_are_distinct_and_every_target_is_somebodys() -> None:
     assert {case.target for case in cases} - {None} == set(TARGETS)
     operators = {case.operator for case in cases if not case.operator.startswith("pool.")}
     assert operators <= set(outrider.ops.__all__)
-
-
-def test_forests_are_trees_and_choices_lead_to_children() -> None:
-    forest = make_forest(3, 20, CPU)
-    for request in range(3):
-        for node in range(1, 20):
-            parent = int(forest.parents[request, node])
-            assert 0 <= parent < node
-            assert forest.sees[request, node].sum() == forest.sees[request, parent].sum() + 1
-            child, family = int(forest.retrive_next_token[request, parent]), []
-            while child >= 0:
-                family.append(child)
-                child = int(forest.retrive_next_sibling[request, child])
-            assert node in family and family == sorted(family)
-    assert forest.max_depth == forest.sees.sum(dim=-1).max() - 1
-    candidates = torch.arange(60).view(3, 20)
-    chosen = follow_children(forest, candidates, share=1.0)
-    for request, node in (chosen < 60).nonzero().tolist():
-        assert forest.parents[request, int(chosen[request, node]) - 20 * request] == node
-    assert (chosen == 60).sum() == (forest.retrive_next_token == -1).sum()
-
-
-def test_pools_are_whole_trees() -> None:
-    from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
-
-    parent_list, selected = draft_pool(2, 30, 4, 6, CPU)
-    assert parent_list.shape == (2, 4 * 5 + 1) and selected.shape == (2, 29)
-    mask, positions = torch.zeros(2 * 30 * 30, dtype=torch.bool), torch.zeros(2, 30, dtype=torch.int64)
-    links = [torch.zeros(2, 30, dtype=torch.int64) for _ in range(3)]
-    committed = torch.zeros(2, dtype=torch.int64)
-    build_tree_kernel_efficient(
-        parent_list,
-        selected,
-        committed,
-        mask,
-        positions,
-        *links,
-        topk=4,
-        depth=6,
-        draft_token_num=30,
-        tree_mask_mode=TreeMaskMode.TREE_ONLY,
-    )
-    # Every node but the root is somebody's child, and the deepest lie several levels down.
-    assert ((links[1] >= 0).sum(dim=1) + (links[2] >= 0).sum(dim=1)).tolist() == [29, 29]
-    assert 3 <= int(positions.max()) <= 6
 
 
 _SMALL = [

@@ -21,19 +21,19 @@ def test_every_figure_of_every_mode_is_there(tmp_path: Path):
     results, picture, again = (tmp_path / name for name in ("rounds.json", "rounds.png", "again.png"))
     tiny = ["--sessions", "2", "--prompt-tokens", "12", "--max-new-tokens", "20", "--rounds", "4", "--warm-up", "0"]
     replay = ["--chance", "1", "--depth", "3", "--delay-ms", "0"]
-    options = [*tiny, *replay, "--modes", "off", "model", "replay"]
+    options = [*tiny, *replay, "--modes", "off", "replay"]
     assert run([*options, "--timeline", str(picture), "--output", str(results)]) == 0
     document = json.loads(results.read_text())
     assert document["command"].startswith("python benchmarks/rounds --sessions 2")
     assert document["start_up"]["warm_up_s"] > 0
-    assert [cell["mode"] for cell in document["cells"]] == ["off", "model", "replay"]
+    assert [cell["mode"] for cell in document["cells"]] == ["off", "replay"]
     for cell in document["cells"]:
         assert cell["rounds"] >= 4
         for name in ("round_ms", "exposed_ms", "forward_ms", "choose_walk_ms"):
             assert 0 < cell[name][0] <= cell[name][1]
         assert cell["exposed_ms"][0] < cell["round_ms"][0]
         assert cell["tokens_per_s"] > 0
-    off, _, replayed = document["cells"]
+    off, replayed = document["cells"]
     assert (off["tokens_per_round"], off["accepted_per_round"], off["selected_rows"]) == (1, 0, 0)
     # Its nodes are right, and there at once.
     assert replayed["accepted_per_round"] > 1
@@ -41,17 +41,6 @@ def test_every_figure_of_every_mode_is_there(tmp_path: Path):
     assert picture.read_bytes().startswith(_PNG)
     assert run(["--draw", str(results), "--timeline", str(again)]) == 0
     assert again.read_bytes().startswith(_PNG)
-
-
-def test_prompts_arrive_beside_running_sessions(tmp_path: Path):
-    results = tmp_path / "ttft.json"
-    options = ["--ttft", "--running", "2", "--arriving", "9", "--arrivals", "1", "--prompt-tokens", "8"]
-    assert run([*options, "--kv-bytes", str(1 << 26), "--output", str(results)]) == 0
-    found = json.loads(results.read_text())["ttft"]
-    assert found["round_ms"] > 0
-    assert found["lengths"].keys() == {"9"}
-    assert found["lengths"]["9"]["ttft_ms"][0] > 0
-    assert found["lengths"]["9"]["gap_rounds"][0] > 0
 
 
 def test_a_timeline_needs_a_file_to_be_drawn_to(capsys: pytest.CaptureFixture[str]):
@@ -143,7 +132,6 @@ def _written(kind: int, at_ms: float, *, as_of: int, tokens: Sequence[int]) -> W
     ids = [100 * (kind + 1) + place for place in range(len(tokens))]
     grown = Grown(
         number=1,
-        epoch=1,
         as_of=as_of,
         node_ids=ids,
         parents=[0, *ids[:-1]],

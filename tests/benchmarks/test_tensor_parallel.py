@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.parallel_bench.command import run
+from benchmarks.parallel_bench.command import measure_rounds, run
 from benchmarks.parallel_bench.models import BenchModel, RandomWeights
-from benchmarks.parallel_bench.steps import measure_rounds
 from benchmarks.rounds.loading import load_target
 
 from outrider.models import embedded_draft_path

@@ -1,7 +1,6 @@
 """Processes die, clients leave, requests are malformed: the output stays what it is and nothing is left behind."""
 
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -71,23 +70,6 @@ def test_a_draft_killed_in_the_middle_changes_nothing(prompts):
         output = client.generate(prompts[0], **settings)
         assert list(output.token_ids) == list(wanted.token_ids)
         assert output.speculation.drafted_tokens == 0
-
-
-def test_a_frozen_draft_costs_speed_only(prompts):
-    with LocalService(drafts=1) as service, Client(service.endpoint) as client:
-        settings = {"max_new_tokens": 120, "ignore_eos": True}
-        wanted = client.generate(prompts[1], speculation="off", **settings)
-        draft = service.processes["draft-0"]
-        tokens: list[int] = []
-        try:
-            with client.stream(prompts[1], **settings) as stream:
-                for delta in stream:
-                    tokens.extend(delta.token_ids)
-                    if len(tokens) > 20:
-                        draft.send_signal(signal.SIGSTOP)
-        finally:
-            draft.send_signal(signal.SIGCONT)
-        assert tokens == list(wanted.token_ids)
 
 
 def test_targets_that_stop_hand_over_and_the_last_one_killed_ends_the_stream(prompts):
@@ -223,31 +205,3 @@ def test_two_hundred_malformed_requests(one_draft, prompts):
         output = client.generate(prompts[0], max_new_tokens=8)
         assert len(output.token_ids) == 8
         wait_until(lambda: is_quiet(client))
-
-
-def test_many_clients_at_once_all_get_their_own(one_draft, prompts):
-    with Client(one_draft.endpoint) as client:
-        wanted = {}
-        for number in range(6):
-            wanted[number] = client.generate(prompts[number], max_new_tokens=16, speculation="off").token_ids
-        got: dict[int, object] = {}
-
-        def run(number: int) -> None:
-            with Client(one_draft.endpoint) as own:
-                got[number] = own.generate(prompts[number], max_new_tokens=16).token_ids
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert got == wanted
-        wait_until(lambda: is_quiet(client))
-
-
-def test_reflection_lists_the_services(one_draft):
-    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-
-    with grpc.insecure_channel(one_draft.endpoint) as channel:
-        services = set(ProtoReflectionDescriptorDatabase(channel).get_services())
-    assert {"outrider.v1.GenerationService", "outrider.v1.RegistryService", "grpc.health.v1.Health"} <= services

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 from tests.kernels.tensors import POISON, poisoned, recorded, strided_columns
 
-from outrider.engine.config import EngineConfig, create_config_for_draft_model
 from outrider.kernels.draft_inputs import (
     QueryMetadata,
     eagle_prepare_inputs_padded,
@@ -122,40 +119,3 @@ def test_no_requests_is_no_work() -> None:
     eagle_prepare_inputs_padded(empty, empty, torch.zeros(1, dtype=torch.int64), rows, rows)
     eagle_prepare_next_token_padded(torch.zeros(0, 3, dtype=torch.int64), empty.bool(), empty, rows, rows, 9)
     assert rows.tolist() == [POISON] * 3
-
-
-def test_metadata_is_frozen() -> None:
-    metadata = QueryMetadata(
-        query_start_loc=torch.tensor([0, 3, 5]),
-        seq_lens=torch.tensor([3, 2]),
-        num_actual_tokens=5,
-        max_query_len=3,
-        max_seq_len=3,
-        slot_mapping=torch.arange(5),
-    )
-    with pytest.raises(FrozenInstanceError):
-        metadata.max_seq_len = 4  # type: ignore[misc]
-
-
-def test_a_draft_keeps_the_targets_limits_and_its_own_model_and_place() -> None:
-    def config(number: int) -> EngineConfig:
-        return EngineConfig(
-            model_path=f"model-{number}",
-            device=f"cuda:{number}",
-            dtype=("float16", "bfloat16")[number],
-            num_slots=10 + number,
-            kv_bytes=20 + number,
-            max_num_seqs=30 + number,
-            max_model_len=40 + number,
-            max_tree_nodes=50 + number,
-            torch_threads=60 + number,
-        )
-
-    target, draft = config(0), config(1)
-    made = create_config_for_draft_model(target, draft)
-    shared = {"max_num_seqs", "max_model_len", "max_tree_nodes"}
-    own = {"model_path", "device", "dtype", "num_slots", "kv_bytes", "torch_threads"}
-    assert shared | own <= {field.name for field in fields(EngineConfig)}
-    assert {name: getattr(made, name) for name in shared} == {name: getattr(target, name) for name in shared}
-    assert {name: getattr(made, name) for name in own} == {name: getattr(draft, name) for name in own}
-    assert target == config(0) and draft == config(1)

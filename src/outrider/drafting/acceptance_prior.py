@@ -1,7 +1,7 @@
 """The curves of `outrider.drafting.acceptance_calibration` before anything is observed, as fitted on the embedded pair.
 
 The functions here are written by hand; the numbers are the embedded pair's, on prompts on which no benchmark reports by
-default: `python benchmarks/calibration.py prior` fits them anew and prints what belongs between the two marks.
+default: `python recipes/acceptance_prior.py` fits them anew and prints what belongs between the two marks.
 
     greedy       best child: a exp(-b s); second: a exp(-b s); others: a exp(-b s)        s = -log q
     coupled      best child: 1 - a exp(-b g); others, rank r: a c^(r-1) exp(-b g)  g = gap, in logits

@@ -22,37 +22,14 @@ from outrider.metrics.families import Describe
 from outrider.roles.registration import Registrar
 from outrider.roles.step_watch import StepWatch
 from outrider.roles.worker import introduce, until_any
+from outrider.roles.worker_config import WorkerConfig
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
-from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
 
 _REGISTERED_AS = {Role.DRAFT: registry_pb2.WORKER_ROLE_DRAFT, Role.TARGET: registry_pb2.WORKER_ROLE_TARGET}
-
-
-class WorkerConfig(Protocol):
-    """What both workers' configurations have."""
-
-    @property
-    def address(self) -> str: ...  # noqa: D102
-    @property
-    def host(self) -> str: ...  # noqa: D102
-    @property
-    def advertised_host(self) -> str | None: ...  # noqa: D102
-    @property
-    def coordinators(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def drain_s(self) -> float: ...  # noqa: D102
-    @property
-    def tls(self) -> TlsConfig | None: ...  # noqa: D102
-    @property
-    def metrics_host(self) -> str: ...  # noqa: D102
-    @property
-    def metrics_port(self) -> int | None: ...  # noqa: D102
 
 
 class WorkThread(Protocol):

@@ -147,13 +147,8 @@ class Schemas:
             raise error
 
 
-def kuberay_types() -> dict[str, dict[str, Any]]:
-    """The table of KubeRay's fields as it is written."""
-    return yaml.safe_load(FIELDS.read_text(encoding="utf-8"))
-
-
 def _kuberay_definitions(kubernetes_id: str) -> dict[str, Any]:
-    types = kuberay_types()
+    types = yaml.safe_load(FIELDS.read_text(encoding="utf-8"))
     definitions = {name: _object(fields, kubernetes_id) for name, fields in types.items()}
     for kind in RAY_KINDS:
         head = {"apiVersion": {"const": "ray.io/v1"}, "kind": {"const": kind}}

@@ -44,14 +44,9 @@ def _check_paths(device: torch.device) -> None:
     assert all(row[: len(slots)] == slots for row, slots in zip(out.tolist(), found, strict=True))
 
 
-def test_references() -> None:
+def test_each_operator(device: torch.device) -> None:
     for check in (_check_gather, _check_positions, _check_paths):
-        check(torch.device("cpu"))
-
-
-def test_triton(triton_device: torch.device) -> None:
-    for check in (_check_gather, _check_positions, _check_paths):
-        check(triton_device)
+        check(device)
 
 
 def test_long_rows(triton_device: torch.device) -> None:

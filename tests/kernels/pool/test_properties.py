@@ -30,7 +30,8 @@ BUCKETS = [(4, 2, 3, 9), (9, 3, 6, 2), (80, 4, 60, 70), (40, 4, 20, 12)]
 """Rows, sessions, most rows of a session, and most entries."""
 MOST_COMMITS = 6
 ANY_ENTRY = Limits()
-CPU = torch.device("cpu")
+EDITS = 0.05
+"""Chance of a row edit in a draft worker's step."""
 TAKEN = {Verdict.APPENDED, Verdict.MERGED, Verdict.ABSORBED, Verdict.DUPLICATE}
 
 
@@ -39,7 +40,6 @@ class Both:
 
     def __init__(
         self,
-        device: torch.device = CPU,
         *,
         sessions: int,
         capacity: int,
@@ -48,7 +48,6 @@ class Both:
         node_slots: int | None = None,
         regrows: bool = False,
     ) -> None:
-        self._device = device
         self.pool = Pool.allocate(
             sessions=sessions,
             max_len=MAX_LEN,
@@ -56,7 +55,6 @@ class Both:
             places=places,
             trail=trail,
             node_slots=node_slots,
-            device=device,
         )
         self.naive = NaivePool(
             sessions=sessions,
@@ -115,8 +113,8 @@ class Both:
 
     def graft(self, records: np.ndarray) -> list[Verdict]:
         # Records behind the count, and verdicts of them, are another round's.
-        padded = torch.from_numpy(np.concatenate([records, records[:2]])).to(self._device)
-        verdicts = torch.full((len(padded),), -1, dtype=torch.int32, device=self._device)
+        padded = torch.from_numpy(np.concatenate([records, records[:2]]))
+        verdicts = torch.full((len(padded),), -1, dtype=torch.int32)
         graft(self.pool, padded, self._ints([len(records)]), verdicts, self._commits, self._num_commits)
         expected = self.naive.graft(records)
         assert [Verdict(verdict) for verdict in verdicts[: len(records)].tolist()] == expected
@@ -181,8 +179,8 @@ class Both:
         append(
             self.pool,
             self._packed[launched],
-            torch.from_numpy(tokens).to(self._device),
-            torch.from_numpy(acceptances).to(self._device),
+            torch.from_numpy(tokens),
+            torch.from_numpy(acceptances),
             its_made,
             its_parent_ids,
             drafter=3,
@@ -206,7 +204,7 @@ class Both:
         assert_invariants(self.pool)
 
     def _ints(self, values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
+        return torch.tensor(values, dtype=torch.int32)
 
     def _expected_selection(
         self, launched: int, own_rows: dict[int, int], limits: Limits, reserved: int
@@ -284,9 +282,9 @@ def _open_row(both: Both, generations: list[int], row: int, tokens: list[int], m
 class Noise:
     """Records and commits that no drafter would send in this order, though most of them mean something."""
 
-    def __init__(self, seed: int, device: torch.device = CPU) -> None:
+    def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._both = Both(device, sessions=2, capacity=8, places=2, trail=4)
+        self._both = Both(sessions=2, capacity=8, places=2, trail=4)
         # As bit patterns: a count of openings has no sign.
         self._generations = [0, (1 << 31) - 2]
         for row in range(2):
@@ -498,14 +496,12 @@ class Worker:
 class Service:
     """Sessions of a target and of toy drafters; every tick is a round of the target."""
 
-    def __init__(self, habits: Habits, seed: int, device: torch.device = CPU) -> None:
+    def __init__(self, habits: Habits, seed: int) -> None:
         self.habits = habits
         self.verdicts: Counter[Verdict] = Counter()
         self.resent: Counter[bool] = Counter()
         self._rng = random.Random(seed)
-        self._both = Both(
-            device, sessions=habits.sessions, capacity=habits.capacity, places=habits.places, trail=habits.trail
-        )
+        self._both = Both(sessions=habits.sessions, capacity=habits.capacity, places=habits.places, trail=habits.trail)
         self._now = 0
         self._generations = [0] * habits.sessions
         self._truths: list[Path] = [()] * habits.sessions
@@ -681,16 +677,13 @@ def test_a_tree_that_was_lost_finds_its_place_again() -> None:
 
 
 class Draft:
-    """Sessions of a draft worker; every tick is a growth step. `edits` is how likely a row edit is."""
+    """Sessions of a draft worker; every tick is a growth step."""
 
-    def __init__(
-        self, seed: int, device: torch.device = CPU, *, node_slots: int, edits: float = 0.05, regrows: bool = False
-    ) -> None:
-        self._edits = edits
+    def __init__(self, seed: int, *, node_slots: int, regrows: bool = False) -> None:
         self.short_of: Counter[str] = Counter()
         self.verdicts: Counter[Verdict] = Counter()
         self._rng = random.Random(seed)
-        self.both = Both(device, sessions=3, capacity=16, places=1, trail=4, node_slots=node_slots, regrows=regrows)
+        self.both = Both(sessions=3, capacity=16, places=1, trail=4, node_slots=node_slots, regrows=regrows)
         self._generations = [0] * 3
 
     def tick(self) -> None:
@@ -713,7 +706,7 @@ class Draft:
     def _add_records(self, records: Records, row: int, session: NaiveSession) -> None:
         rng = self._rng
         resumes = session.state == RowState.HELD and rng.random() < 0.5
-        if session.state == RowState.EMPTY or session.length > 90 or rng.random() < self._edits:
+        if session.state == RowState.EMPTY or session.length > 90 or rng.random() < EDITS:
             # What is committed before a close or an opening is void.
             records.commit(row, self._generations[row], [0, 1])
             closes, opens = rng.choice([(True, True), (True, False), (False, True)])
@@ -721,10 +714,10 @@ class Draft:
                 records.close(row, self._generations[row])
             if opens:
                 self._open(records, row)
-        elif rng.random() < self._edits:
+        elif rng.random() < EDITS:
             records.preempt(row, self._generations[row])
             resumes = rng.random() < 0.7
-        elif rng.random() < self._edits:
+        elif rng.random() < EDITS:
             records.forget(row, self._generations[row], place=0)
             records.prefill(row, self._generations[row], start=session.cached, size=1)
         if resumes or rng.random() < 0.1:
@@ -808,16 +801,3 @@ def test_a_full_row_is_packed_whole() -> None:
     both.graft(records.array())
     # With the root one row more than a row of the pool has columns.
     assert [row.entry for row in both.step(len(BUCKETS) - 1)] == [ROOT, *range(8)]
-
-
-def test_kernels_take_it_as_the_naive_tree_does(triton_device: torch.device) -> None:
-    # The interpreter takes a second for a few ticks.
-    ticks = 16 if triton_device.type == "cpu" else 300
-    noise, draft = Noise(1, triton_device), Draft(1, triton_device, node_slots=128, edits=0.2)
-    head = Draft(2, triton_device, node_slots=128, regrows=True)
-    service = Service(Habits(sessions=2, capacity=8, trail=4), 1, triton_device)
-    for _ in range(ticks):
-        noise.tick()
-        draft.tick()
-        head.tick()
-        service.tick()

@@ -13,7 +13,6 @@ from outrider.kernels.pool.pack import Packed
 from outrider.kernels.verification.token_logprobs import Logprobs, logprob_words, rank_logits, report_logprobs
 from outrider.kernels.verification.walk import DRAFTERS_SHIFT, Walks
 
-_CPU = torch.device("cpu")
 _SESSIONS = 5
 _UNWRITTEN = -7
 _ASKED = [2, -1, 0, -1, 20]
@@ -82,7 +81,7 @@ def test_rows_of_a_larger_buffer_are_ranked(triton_device: torch.device) -> None
     assert torch.equal(narrow.top_tokens[: len(_POOL_ROWS)][asks].long(), expected[asks])
 
 
-def _check_report(device: torch.device, dtype: torch.dtype) -> None:
+def test_emitted_tokens_are_reported(device: torch.device) -> None:
     """Sessions of 12, 1, 3 and 2 rows, of which the third does not ask and the last has emitted nothing."""
     vocab_size, k, most, places = 50, 4, 13, 6
     pool = Pool.allocate(sessions=_SESSIONS, max_len=64, capacity=16, places=1, device=device)
@@ -100,7 +99,7 @@ def _check_report(device: torch.device, dtype: torch.dtype) -> None:
         walks.accepted[number, : len(path)] = torch.from_numpy(drafters + np.array(path, np.int64)).int()
         walks.num_accepted[number], walks.num_emitted[number] = len(path), len(tokens)
         walks.tokens[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    logits = (torch.randn(18, vocab_size) * 4).to(dtype)
+    logits = torch.randn(18, vocab_size) * 4
     asked = torch.tensor(_ASKED, dtype=torch.int32, device=device)
     pool_rows = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
     ranked = Logprobs.allocate(18, k, device)
@@ -132,14 +131,6 @@ def _check_report(device: torch.device, dtype: torch.dtype) -> None:
                 assert words[1 : 1 + k].tolist() == best.indices.tolist()
                 torch.testing.assert_close(floats[1 + k :], best.values, rtol=1e-6, atol=1e-6)
         assert (written == _UNWRITTEN).all()
-
-
-def test_emitted_tokens_are_reported() -> None:
-    _check_report(_CPU, torch.float32)
-
-
-def test_the_kernel_reports_emitted_tokens(triton_device: torch.device) -> None:
-    _check_report(triton_device, torch.float32)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_target_worker_hands_every_option_of_the_engine_on() -> None:
     }
     assert TargetWorkerConfig(model_path="x", enforce_eager=True).engine().enforce_eager
     made = TargetWorkerConfig(model_path="x", threads=3, **values).engine()
-    assert made == EngineConfig(model_path="x", torch_threads=3, **values)
+    assert made == EngineConfig(model_path=Path("x"), torch_threads=3, **values)
     untouched = {field.name for field in fields(EngineConfig)} - values.keys()
     assert untouched == {"model_path", "torch_threads", "enforce_eager"}
 

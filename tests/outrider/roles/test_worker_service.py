@@ -4,17 +4,18 @@ import asyncio
 import urllib.request
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.errors import OutriderError
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
 from outrider.roles.ports import free_port
 from outrider.roles.step_watch import StepWatch
-from outrider.roles.worker_service import Loaded, Worker, WorkerConfig, serve_worker
+from outrider.roles.worker_config import WorkerConfig
+from outrider.roles.worker_service import Loaded, Worker, serve_worker
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, registry_pb2
 
@@ -89,18 +90,7 @@ class IdleWorker(Worker[IdleThread]):
 
 
 def a_config(metrics_port: int) -> WorkerConfig:
-    config = SimpleNamespace(
-        address="127.0.0.1:0",
-        host="127.0.0.1",
-        advertised_host=None,
-        coordinators=(f"127.0.0.1:{free_port()}",),
-        name="",
-        drain_s=1.0,
-        tls=None,
-        metrics_host="127.0.0.1",
-        metrics_port=metrics_port,
-    )
-    return cast("WorkerConfig", config)
+    return DraftWorkerConfig(coordinators=(f"127.0.0.1:{free_port()}",), drain_s=1.0, metrics_port=metrics_port)
 
 
 async def test_a_worker_is_read_until_it_has_drained():
