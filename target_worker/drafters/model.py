@@ -34,8 +34,8 @@ from outrider.drafting.config import GrowthConfig
 from outrider.drafting.expansions import Expansions
 from outrider.drafting.growth_source import GrowthSource
 from outrider.drafting.program import GrowthProgram
-from outrider.engine.block_forward import BlockForward
 from outrider.engine.eagle import BlockHead
+from outrider.engine.head_forward import BlockForward
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.packed_forward import Features, ForwardPass
 from outrider.kernels.drafting.children import REPORT_COUNTS
