@@ -486,6 +486,7 @@ class RoundLoop:
                 accepted=len(accepted),
                 selected=rows - 1,
                 selected_by_kind=read.selected_by_kind(number),
+                grown_by_kind=(0, 0, 0) if self._drafter is None else self._drafter.take_grown(session.row),
                 tree_end=read.tree_end(number),
                 drafters=drafters,
                 finish=finish,

@@ -243,6 +243,7 @@ class SessionResult:
         accepted: nodes among them.
         selected: nodes that were verified.
         selected_by_kind: [3] of these, those that a drafter of kind 1, 2 and 3 had proposed.
+        grown_by_kind: [3] nodes that a resident drafter has grown since the last result, likewise.
         tree_end: where the round has left the session's tree.
         drafters: for each accepted node the bit set of the kinds of drafter that had proposed it.
         finish: why the session has ended; NONE if it goes on.
@@ -259,6 +260,7 @@ class SessionResult:
     accepted: int = 0
     selected: int = 0
     selected_by_kind: Sequence[int] = (0,) * COUNTED_KINDS
+    grown_by_kind: Sequence[int] = (0,) * COUNTED_KINDS
     tree_end: TreeEnd = TreeEnd.NONE
     drafters: Sequence[int] = ()
     finish: Finish = Finish.NONE
