@@ -124,6 +124,7 @@ def pack_results(results: Sequence[SessionResult], cost: RoundCost | None, load:
         accepted_counts=[result.accepted for result in results],
         selected_counts=[result.selected for result in results],
         selected_by_source=_selected_by_source(results),
+        grown_by_source=_grown_by_source(results),
         tree_ends=[_TREE_ENDS[result.tree_end] for result in results],
         accepted_sources=[sources for result in results for sources in result.drafters],
         finishes=[_FINISHES[result.finish] for result in results],
@@ -155,6 +156,12 @@ def _selected_by_source(results: Sequence[SessionResult]) -> list[int]:
     if all(tuple(result.selected_by_kind) == (result.selected, 0, 0) for result in results):
         return []
     return [count for result in results for count in result.selected_by_kind]
+
+
+def _grown_by_source(results: Sequence[SessionResult]) -> list[int]:
+    """Return counts of the nodes that each session was grown here, by source; none where nothing has grown."""
+    counts = [count for result in results for count in result.grown_by_kind]
+    return counts if any(counts) else []
 
 
 def pack_load(load: Load) -> common_pb2.WorkerLoad:

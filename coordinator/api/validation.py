@@ -28,8 +28,6 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_CHOICES = 16
-# A status travels in the trailing metadata (the text thrice, in part as base64), of which clients take 8 KiB.
-_MAX_VIOLATION_CHARS = 2_100
 
 # On the wire: an id, at most; an entry of logit_bias; a token of a tokenizer that does not say.
 _ID_BYTES, _BIAS_BYTES, _UNKNOWN_TOKEN_BYTES = 5, 13, 64
@@ -85,7 +83,7 @@ def check_known_fields(request: Message) -> None:
     """
     violations = [FieldViolation(path, description) for path, description in unknown_fields(request)]
     if violations:
-        raise InvalidRequest(_fitting(violations))
+        raise InvalidRequest(violations)
 
 
 class RequestValidator:
@@ -123,7 +121,7 @@ class RequestValidator:
         check = _Check(request, self._model, self._tokenizer, self._limits)
         generation = check.run(request.request_id or request_id or "", known_seed)
         if check.fields.violations:
-            raise InvalidRequest(_fitting(check.fields.violations))
+            raise InvalidRequest(check.fields.violations)
         return generation, check.text_streams(generation)
 
 
@@ -333,18 +331,6 @@ class _Check:
                 fault := _received_fault(entry, self._tokenizer, generation)
             ):
                 self.fields.wrong(f"{field}.{fault[0]}", fault[1])
-
-
-def _fitting(violations: Sequence[FieldViolation]) -> list[FieldViolation]:
-    """As many as a status can carry, and how many more there are."""
-    chars, kept = 0, []
-    for violation in violations:
-        chars += len(violation.field) + len(violation.description) + 4
-        if chars > _MAX_VIOLATION_CHARS:
-            rest = len(violations) - len(kept)
-            return [*kept, FieldViolation("request", f"{rest} more fields are wrong: correct these first")]
-        kept.append(violation)
-    return kept
 
 
 def _received_fault(

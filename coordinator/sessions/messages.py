@@ -276,6 +276,7 @@ class Outcome(NamedTuple):
         accepted: nodes among them.
         selected: nodes that were verified.
         selected_by_source: [3] of these, those that a model, n-grams and a head had proposed; a node may be of several.
+        grown_by_source: [3] nodes that drafters in the target have grown since the last result, likewise.
         sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
         is_over: whether the target has ended the session.
         cached_tokens: of the prompt, tokens whose KV the target had.
@@ -289,6 +290,7 @@ class Outcome(NamedTuple):
     accepted: int = 0
     selected: int = 0
     selected_by_source: Sequence[int] = (0, 0, 0)
+    grown_by_source: Sequence[int] = (0, 0, 0)
     sources: Sequence[int] = ()
     is_over: bool = False
     cached_tokens: int = 0

@@ -1,6 +1,8 @@
 """Counts that show what each source of growth is worth beside the others."""
 
+import operator
 from collections import Counter
+from collections.abc import Sequence
 from typing import Self
 
 from outrider.coordinator.sessions.messages import Outcome, SourceCounts
@@ -15,30 +17,28 @@ class SourceTally:
     __slots__ = ("_accepted", "_grown", "_submitted")
 
     def __init__(self) -> None:
-        self._grown = Counter[GrowthSource]()
         # By source, in their order.
-        self._submitted = [0] * len(_SOURCES)
+        self._grown, self._submitted = ([0] * len(_SOURCES) for _ in range(2))
         # By bit set, since that is how nodes come: which sources have proposed them.
         self._accepted = Counter[int]()
 
     def __add__(self, other: Self) -> Self:
         total = type(self)()
-        total._grown = self._grown + other._grown
-        total._submitted = [own + more for own, more in zip(self._submitted, other._submitted, strict=True)]
+        total._grown = _sums(self._grown, other._grown)
+        total._submitted = _sums(self._submitted, other._submitted)
         total._accepted = self._accepted + other._accepted
         return total
 
     def note_growth(self, source: GrowthSource, nodes: int) -> None:
         """So many nodes of a source have come."""
-        if nodes:
-            self._grown[source] += nodes
+        self._grown[_SOURCES.index(source)] += nodes
 
     def note_round(self, outcome: Outcome) -> None:
-        """Count the nodes of a round that were verified, and those that were accepted."""
+        """Count the nodes of a round that were verified, those that were accepted, and what has grown at the target."""
+        if any(outcome.grown_by_source):
+            self._grown = _sums(self._grown, outcome.grown_by_source)
         if outcome.selected:
-            submitted, accepted = self._submitted, self._accepted
-            for place, count in enumerate(outcome.selected_by_source):
-                submitted[place] += count
+            self._submitted, accepted = _sums(self._submitted, outcome.selected_by_source), self._accepted
             for sources in outcome.sources:
                 accepted[sources] += 1
 
@@ -49,7 +49,11 @@ class SourceTally:
             for source in GrowthSource
         }
         return [
-            SourceCounts(source, self._grown[source], submitted, accepted[source])
-            for source, submitted in zip(_SOURCES, self._submitted, strict=True)
-            if self._grown[source] or accepted[source]
+            SourceCounts(source, grown, submitted, accepted[source])
+            for source, grown, submitted in zip(_SOURCES, self._grown, self._submitted, strict=True)
+            if grown or accepted[source]
         ]
+
+
+def _sums(own: Sequence[int], more: Sequence[int]) -> list[int]:
+    return list(map(operator.add, own, more))

@@ -52,6 +52,8 @@ def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None
         columns = [by_source[source::_SOURCES] for source in range(_SOURCES)]
         if any(any(map(operator.gt, column, response.selected_counts)) for column in columns):
             raise ValueError("a session with more verified nodes of one source than of all is reported")
+    if response.grown_by_source and len(response.grown_by_source) != _SOURCES * sessions:
+        raise ValueError(f"grown_by_source: {len(response.grown_by_source)} entries given of {sessions} sessions")
     # Behind the last accepted node there is one token at most, and none where that node has ended the session.
     if not set(map(operator.sub, response.token_counts, response.accepted_counts)) <= {0, 1}:
         raise ValueError("a session with as many tokens as its accepted nodes and one more at most is needed")

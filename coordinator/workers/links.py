@@ -1,7 +1,7 @@
 """The coordinator's ends of the worker streams: messages to protocol buffers and back."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 import grpc
@@ -199,6 +199,7 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
     selected_by_source = list(response.selected_by_source)
     if not selected_by_source:
         selected_by_source = [count for selected in response.selected_counts for count in (selected, 0, 0)]
+    grown_by_source = list(response.grown_by_source) or [0] * len(selected_by_source)
     # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
     columns = zip(
         response.session_ids,
@@ -206,7 +207,8 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
         [tokens[span] for span in split_by_counts(response.token_counts)],
         response.accepted_counts,
         response.selected_counts,
-        zip(selected_by_source[0::3], selected_by_source[1::3], selected_by_source[2::3], strict=True),
+        _by_session(selected_by_source),
+        _by_session(grown_by_source),
         [sources[span] for span in split_by_counts(response.accepted_counts)],
         [finish != target_pb2.FINISH_UNSPECIFIED for finish in response.finishes],
         response.cached_tokens,
@@ -225,6 +227,11 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
         plain_ns=report.plain_ns,
         number=number,
     )
+
+
+def _by_session(counts: Sequence[int]) -> Iterable[tuple[int, int, int]]:
+    """Return counts by source, session by session."""
+    return zip(counts[0::3], counts[1::3], counts[2::3], strict=True)
 
 
 def _fault(error: common_pb2.SessionError) -> SessionFault:

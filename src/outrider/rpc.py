@@ -23,8 +23,11 @@ from outrider.security.tls import TlsConfig
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
-# Clients take 8 KiB of metadata by default.
-_MOST_MESSAGE_BYTES, _BYTES_BEYOND_ASCII = 2_400, 12
+# Clients take 8 KiB of metadata by default. Violations stand there once more than a message, and one of them is cut so
+# that another fits.
+_MOST_MESSAGE_BYTES, _MOST_VIOLATIONS_BYTES, _MOST_VIOLATION_BYTES = 2_400, 2_100, 1_500
+# Of a character that a message carries escaped.
+_ESCAPED_BYTES = 12
 MAX_CONNECTIONS = 1_024
 MAX_METADATA_BYTES = 8 << 10
 # Longer than any role drains: what runs is ended by the stop that follows.
@@ -112,19 +115,38 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *role, *window])
 
 
-def _fitting(message: str) -> str:
+def _fitting(message: str, most: int = _MOST_MESSAGE_BYTES) -> str:
     """As much as trailing metadata hold, where it stands twice: what a peer has named may be of any length."""
     size = 0
     for place, char in enumerate(message):
-        size += 1 if char.isascii() else _BYTES_BEYOND_ASCII
-        if size > _MOST_MESSAGE_BYTES:
+        size += _size(char)
+        if size > most:
             return f"{message[:place]} ..."
     return message
+
+
+def _size(text: str) -> int:
+    return sum(1 if " " <= char <= "~" and char != "%" else _ESCAPED_BYTES for char in text)
+
+
+def _fitting_violations(violations: Sequence[errors.FieldViolation]) -> list[errors.FieldViolation]:
+    """As many as trailing metadata hold, and how many more there are; a worker's text may be of any length."""
+    size, kept = 0, []
+    for violation in violations:
+        description = _fitting(violation.description, _MOST_VIOLATION_BYTES)
+        size += _size(violation.field) + _size(description) + 4
+        if size > _MOST_VIOLATIONS_BYTES:
+            rest = len(violations) - len(kept)
+            return [*kept, errors.FieldViolation("request", f"{rest} more fields are wrong: correct these first")]
+        kept.append(errors.FieldViolation(violation.field, description))
+    return kept
 
 
 def status_of(error: errors.OutriderError) -> status_pb2.Status:
     """The rich status of an error: its code, its message, and details that programs can read."""
     code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+    if isinstance(error, errors.InvalidRequest):
+        error = errors.InvalidRequest(_fitting_violations(error.violations))
     status = status_pb2.Status(code=code.value[0], message=_fitting(str(error)))
     detail = any_pb2.Any()
     if isinstance(error, errors.InvalidRequest):

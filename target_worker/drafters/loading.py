@@ -1,25 +1,23 @@
 """A target worker's drafter: its place in the memory that both share, and whether it fits the target."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from outrider.checkpoint_json import is_eagle_head
 from outrider.drafting.config import GrowthConfig, step_defaults
-from outrider.engine.block_forward import BlockForward
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_loading import attention_of
 from outrider.engine.decoder_weights import HEAD, weight_bytes
 from outrider.engine.eagle import BlockHead, load_eagle_head
-from outrider.engine.eagle_forward import EagleForward
 from outrider.engine.eagle_spec import read_eagle_spec
 from outrider.engine.eagle_weights import open_head
+from outrider.engine.head_forward import BlockForward, EagleForward, HeadInputs
 from outrider.engine.kv_memory import KvNeighbour, KvShape, step_bytes
 from outrider.engine.model_runner import ModelCard, ModelRunner
-from outrider.engine.packed_forward import Features
+from outrider.engine.packed_forward import Features, ForwardPass
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.target_worker.drafters.model import DraftModel
@@ -140,17 +138,22 @@ def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, 
             "target: lower kv_cache_memory_fraction, kv_bytes or num_slots"
         ) from error
     features = Features(layers=head.taps, fuse=head.fuse, by_slot=by_slot)
+    caches = shape.caches(num_slots, target.device)
     block = head if isinstance(head, BlockHead) else None
-    make_forward = partial(EagleForward, head) if block is None else partial(BlockForward, block)
-    return DraftModel(
-        make_forward=partial(
-            make_forward,
+
+    def make_forward(target_table: torch.Tensor) -> ForwardPass:
+        inputs = HeadInputs(
             features,
-            caches=shape.caches(num_slots, target.device),
+            target_table,
+            caches,
             sessions=engine.max_num_seqs,
             row_len=row_len,
             trims=not engine.captures,
-        ),
+        )
+        return EagleForward(head, inputs) if block is None else BlockForward(block, inputs)
+
+    return DraftModel(
+        make_forward=make_forward,
         growth=growth,
         most_steps=most_steps,
         num_slots=num_slots,

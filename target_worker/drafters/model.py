@@ -34,8 +34,8 @@ from outrider.drafting.config import GrowthConfig
 from outrider.drafting.expansions import Expansions
 from outrider.drafting.growth_source import GrowthSource
 from outrider.drafting.program import GrowthProgram
-from outrider.engine.block_forward import BlockForward
 from outrider.engine.eagle import BlockHead
+from outrider.engine.head_forward import BlockForward
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.packed_forward import Features, ForwardPass
 from outrider.kernels.drafting.children import REPORT_COUNTS
@@ -47,6 +47,7 @@ from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.sampling.rows import SampledRows
 from outrider.kernels.verification.report import RoundTime, mark_time
+from outrider.kernels.verification.walk import COUNTED_KINDS
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
 from outrider.target_worker.rounds.session import Session
 
@@ -217,8 +218,9 @@ class ResidentModel:
         self._program = ResidentProgram(draft, self.calibration, pool, place=place, records=records)
         self.pool = self._program.pool
         self._expansions = Expansions(pool.sessions, self._program.lines, self._program.branching)
-        # Nodes are handed on by the device.
-        self._is_sent, self._ids_used = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.int32)
+        # Nodes are handed on by the device, and only counted here.
+        self._is_counted, self._ids_used = np.ones(pool.sessions, np.bool_), np.zeros(pool.sessions, np.int32)
+        self._grown = np.zeros(pool.sessions, np.int64)
         # By number of the step in its round, what its buckets would have gained and the roots that it had to expand.
         no_gains = np.zeros(len(self._program.buckets), np.int64)
         self._early = [(no_gains, 0) for _ in range(MOST_STEPS)]
@@ -241,6 +243,7 @@ class ResidentModel:
         """Write the columns of a session's row, which no launched round uses; they are in place on return."""
         row, program = session.row, self._program
         self._expansions.clear(row)
+        self._grown[row] = 0
         program.describe_row(
             row,
             session.sampling,
@@ -315,7 +318,8 @@ class ResidentModel:
             self.steps += 1
             program.times_ns[bucket] += _TIME_SHARE * (step_ns - program.times_ns[bucket])
             columns = words.view(np.int32).copy()
-            self._expansions.read(columns, lines, self._is_sent, self._ids_used)
+            (grown_rows, _, grown), _, _ = self._expansions.read(columns, lines, self._is_counted, self._ids_used)
+            np.add.at(self._grown, grown_rows, grown)
             roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
             expanded = roots + max(int(gains[bucket]), 0) / GAIN_SCALE
         # A drafter that grows trees anew computes once more what its session's last round has committed.
@@ -324,6 +328,11 @@ class ResidentModel:
         else:
             self.pace.note_step(number, expanded=expanded, sessions=sessions, step_ns=step_ns)
         return expanded, step_ns
+
+    def take_grown(self, row: int) -> list[int]:
+        """Return how many nodes a session has been grown since this was called last, by kind of drafter: [3]."""
+        grown, self._grown[row] = int(self._grown[row]), 0
+        return [grown * (kind == self.source) for kind in range(1, COUNTED_KINDS + 1)]
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the calibration what a round has committed, once the steps before it have been read."""

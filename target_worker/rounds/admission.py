@@ -7,6 +7,7 @@ computing waits for these.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Inbox, Release
 from outrider.kernels.pool.records import Records
 from outrider.roles.log_output import about
+from outrider.target_worker.rounds.buckets import MAX_CHUNKS
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.program import RoundProgram
@@ -31,6 +33,23 @@ _AT_A_TIME = 16
 _PREFILL_SHARE = 4
 # Another's prefill is waited for where it computes so many of the tokens that are missing, and such a part of them.
 _SHARED_TOKENS, _SHARED_PART = 16, 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chunk:
+    """A part of a session's prompt, from index `start` on, and the opening of the row that it is for."""
+
+    session: Session
+    generation: int
+    start: int
+    size: int
+
+    def plan_again(self) -> None:
+        """Have what the round had no room for planned again, once it is read."""
+        session = self.session
+        is_same = session.is_open and session.generation == self.generation
+        if is_same and session.cached < self.start + self.size:
+            session.planned = session.cached
 
 
 class Admission:
@@ -135,6 +154,17 @@ class Admission:
         session.grown = 0
         self.grow_known(session)
         return True
+
+    def plan_chunks(self, prompts: Iterable[Session], allowance: PrefillAllowance) -> list[Chunk]:
+        """Have the next round compute the next parts of prompts, and return them."""
+        planned = list[Chunk]()
+        for session, size in chunks(prompts, allowance, most_chunks=MAX_CHUNKS):
+            records = Records()
+            records.prefill(session.row, session.generation, start=session.planned, size=size)
+            self._inbox.put(records.array())
+            planned.append(Chunk(session=session, generation=session.generation, start=session.planned, size=size))
+            session.planned += size
+        return planned
 
     def grow_known(self, session: Session) -> None:
         """Put the tokens of an output that has only to be scored into its pool, as many as a round verifies."""

@@ -6,10 +6,12 @@ A step pays while the nodes that it adds bring more tokens than the target commi
 
     value    what a step expands, for each session: 1 for a root, else the chance that verification reaches the node;
              learned for the first, second, .. step of a round
-    time     of a step, learned likewise: the first one has more rows, and of a block drafter the only pass. Where it
-             changes, those of the steps behind it change with it
+    time     of a step, learned likewise: the first one has more rows, and of a block drafter the only pass. It is
+             taken to change with the time of a round without nodes, so that it fits the load of now, however long ago
+             the step ran
     yield    tokens that a round gains per value that its steps have expanded: accepted nodes, less what the target
-             would have committed in the time that verifying nodes has taken
+             would have committed in the time that verifying nodes has taken. Counted for each
+             session: a round of a thousand sessions would outweigh hundreds of rounds of few
 
 At high load verifying nodes gains nothing, and no step pays. A part of the time goes to one step more than pays, so
 that a change of the load is noticed.
@@ -21,7 +23,9 @@ from itertools import accumulate
 # Steps before a round: at most, and before anything was measured.
 MOST_STEPS, _FIRST_STEPS = 8, 4
 # Share of the newest measurement in the averages.
-_RATE_SHARE, _STEP_SHARE, _YIELD_SHARE = 0.1, 0.1, 0.05
+_RATE_SHARE, _STEP_SHARE = 0.1, 0.1
+# Share of a round in the yield: for each of its sessions, since more of them tell more, and at most.
+_YIELD_SHARE, _MOST_YIELD_SHARE = 0.05, 0.2
 # What a step expands beyond the one before it, and the yield, before anything was measured.
 _PRIOR_DECAY, _PRIOR_YIELD = 0.8, 0.6
 _LEAST_EXPANDED = 1e-3
@@ -41,7 +45,8 @@ class DraftSteps:
         self._values = [_PRIOR_DECAY**number for number in range(MOST_STEPS)]
         # By number in the round; 0 of steps that have not run yet.
         self._step_ns = [0.0] * MOST_STEPS
-        self._tokens = self._time_ns = self._saved_ns = 0.0
+        self._tokens = self._time_ns = self._plain_ns = self._saved_ns = 0.0
+        # For each session of a round.
         self._gained, self._expanded = _PRIOR_YIELD, 1.0
 
     def choose(self, sessions: int) -> int:
@@ -78,10 +83,6 @@ class DraftSteps:
         self._values[number] += _STEP_SHARE * (expanded / sessions - self._values[number])
         before = self._step_ns[number]
         self._step_ns[number] += (_STEP_SHARE if before else 1.0) * (step_ns - before)
-        if before:
-            # The load changes all of them alike, and those behind this one may not have run since.
-            change = self._step_ns[number] / before
-            self._step_ns[number + 1 :] = [change * later_ns for later_ns in self._step_ns[number + 1 :]]
 
     def note_prefill(self, step_ns: int) -> None:
         """Take note of a step that has computed prompts for the most part: what it is worth comes with later ones."""
@@ -105,10 +106,20 @@ class DraftSteps:
         share = _RATE_SHARE if self._time_ns else 1.0
         self._tokens += share * (tokens - self._tokens)
         self._time_ns += share * (time_ns - self._time_ns)
-        gained = accepted - self._tokens / max(self._time_ns, 1.0) * (round_ns - plain_ns)
-        expanded = sum(value for value, _ in steps)
+        self._follow_load(plain_ns, share)
+        sessions = max(tokens - accepted, 1)
+        gained = (accepted - self._tokens / max(self._time_ns, 1.0) * (round_ns - plain_ns)) / sessions
+        expanded = sum(value for value, _ in steps) / sessions
         # Rounds without growth say nothing of it.
         if gained or expanded:
-            self._gained += _YIELD_SHARE * (gained - self._gained)
-            self._expanded = max(self._expanded + _YIELD_SHARE * (expanded - self._expanded), _LEAST_EXPANDED)
+            share = min(_YIELD_SHARE * sessions, _MOST_YIELD_SHARE)
+            self._gained += share * (gained - self._gained)
+            self._expanded = max(self._expanded + share * (expanded - self._expanded), _LEAST_EXPANDED)
         self._saved_ns = min(self._saved_ns + _EXPLORED * time_ns, _MOST_SAVED_STEPS * max(self._step_ns))
+
+    def _follow_load(self, plain_ns: int, share: float) -> None:
+        before = self._plain_ns
+        self._plain_ns += share * (plain_ns - before)
+        if before:
+            change = self._plain_ns / before
+            self._step_ns, self._saved_ns = [change * step_ns for step_ns in self._step_ns], change * self._saved_ns

@@ -34,8 +34,8 @@ from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import Finish
 from outrider.roles.start_progress import report_stage
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.admission import Admission, chunks
-from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
+from outrider.target_worker.rounds.admission import Admission, Chunk
+from outrider.target_worker.rounds.buckets import RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.kv import RowKv
@@ -61,23 +61,13 @@ _CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
 _LEFT = (TreeEnd.MISSED, TreeEnd.STARVED)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Chunk:
-    """A part of a session's prompt, from index `start` on, and the opening of the row that it is for."""
-
-    session: Session
-    generation: int
-    start: int
-    size: int
-
-
 @dataclass(kw_only=True, eq=False)
 class _Launched:
     """A round under way: its bucket, its chunks, growth steps before it, and the sum of the values that it verifies."""
 
     bucket: int
     level: Level
-    chunks: list[_Chunk]
+    chunks: list[Chunk]
     growth_steps: int = 0
     expected: float = 0.0
 
@@ -448,16 +438,13 @@ class RoundLoop:
                 session.cached = min(read.value(ReportColumn.CACHED, number), session.length - 1)
                 session.reached = max(session.reached, session.cached)
         for chunk in launched.chunks:
-            session = chunk.session
-            is_same = session.is_open and session.generation == chunk.generation
-            if is_same and session.cached < chunk.start + chunk.size:
-                session.planned = session.cached
+            chunk.plan_again()
 
     def _commit(self, session: Session, number: int, read: RoundReport, logprobs: npt.NDArray[np.int32]) -> None:
         """Take what a round has committed of one session."""
         tokens, accepted, drafters = read.walk(number)
         finish, rows = read.finish(number), read.value(ReportColumn.ROWS, number)
-        fault = _fault_of(session) if finish is Finish.FAULT else None
+        fault = session.fault() if finish is Finish.FAULT else None
         if tokens:
             if not session.is_shared:
                 # Not before: what a fault has left in the cache is nobody's.
@@ -466,7 +453,7 @@ class RoundLoop:
             if kept := accepted[: len(tokens) - 1]:
                 self._kv.slots.reorder(session.row, session.length - 1, rows, [0, *kept])
             if session.has_host_stops:
-                finish = _end_at_stop(session, tokens, finish)
+                finish = session.end_at_stop(tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
             if self._drafter is not None:
@@ -485,6 +472,7 @@ class RoundLoop:
                 accepted=len(accepted),
                 selected=rows - 1,
                 selected_by_kind=read.selected_by_kind(number),
+                grown_by_kind=(0, 0, 0) if self._drafter is None else self._drafter.take_grown(session.row),
                 tree_end=read.tree_end(number),
                 drafters=drafters,
                 finish=finish,
@@ -603,13 +591,7 @@ class RoundLoop:
             context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
             is_widest=is_sync,
         )
-        planned = list[_Chunk]()
-        for session, size in chunks(prompts, allowance, most_chunks=MAX_CHUNKS):
-            records = Records()
-            records.prefill(session.row, session.generation, start=session.planned, size=size)
-            self._inbox.put(records.array())
-            planned.append(_Chunk(session=session, generation=session.generation, start=session.planned, size=size))
-            session.planned += size
+        planned = self._admission.plan_chunks(prompts, allowance)
         prefill = sum(chunk.size for chunk in planned)
         least_value = 0.0 if is_sync else max(self._times.least_value, self._config.least_value)
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
@@ -632,19 +614,3 @@ class RoundLoop:
 
         compiled = self._grammars.start(sampling.grammar, sampling.grammar_end_ids, is_compiled)
         return SessionGrammar(compiled, sampling.grammar_end_ids)
-
-
-def _fault_of(session: Session) -> SessionFault:
-    if session.grammar is not None and session.grammar.fault is not None:
-        return SessionFault(Code.INVALID_ARGUMENT, f"structured_outputs: {session.grammar.fault}")
-    return SessionFault(Code.INTERNAL, "the model's scores are not finite: no token can be chosen")
-
-
-def _end_at_stop(session: Session, tokens: list[int], finish: Finish) -> Finish:
-    """Cut tokens behind the first stop token, where the device does not know all of them."""
-    first = session.prompt_len + session.sampling.min_new_tokens - session.length
-    for place, token in enumerate(tokens):
-        if token in session.stop_token_ids and place >= first:
-            del tokens[place + 1 :]
-            return Finish.STOP
-    return finish

@@ -19,6 +19,7 @@ from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.host_part import has_host_stops, needs_host
 from outrider.target_worker.sessions.requests import (
     WITHOUT_BOUND,
+    Code,
     SessionFault,
     SessionKey,
     SpeculationMode,
@@ -203,6 +204,29 @@ class Session:
         self.reached = max(self.reached, self.cached)
         self.is_waiting, self.waits_since_ns = self.is_sync, None
 
+    def end_at_stop(self, tokens: list[int], finish: Finish) -> Finish:
+        """Cut tokens that are to be committed behind the first stop token, where the device does not know all of them.
+
+        Args:
+            tokens: cut.
+            finish: as the device has found it.
+
+        Returns:
+            Why the session has ended.
+        """
+        first = self.prompt_len + self.sampling.min_new_tokens - self.length
+        for place, token in enumerate(tokens):
+            if token in self.stop_token_ids and place >= first:
+                del tokens[place + 1 :]
+                return Finish.STOP
+        return finish
+
+    def fault(self) -> SessionFault:
+        """Return why no token can be chosen."""
+        if self.grammar is not None and self.grammar.fault is not None:
+            return SessionFault(Code.INVALID_ARGUMENT, f"structured_outputs: {self.grammar.fault}")
+        return SessionFault(Code.INTERNAL, "the model's scores are not finite: no token can be chosen")
+
     def takes_growth(self, epoch: int, as_of: int) -> bool:
         """Return True if growth for so many tokens, under an epoch, may be verified: in sync mode for all it has."""
         if epoch != self.epoch or self.mode is SpeculationMode.OFF:
@@ -243,6 +267,7 @@ class SessionResult:
         accepted: nodes among them.
         selected: nodes that were verified.
         selected_by_kind: [3] of these, those that a drafter of kind 1, 2 and 3 had proposed.
+        grown_by_kind: [3] nodes that a resident drafter has grown since the last result, likewise.
         tree_end: where the round has left the session's tree.
         drafters: for each accepted node the bit set of the kinds of drafter that had proposed it.
         finish: why the session has ended; NONE if it goes on.
@@ -259,6 +284,7 @@ class SessionResult:
     accepted: int = 0
     selected: int = 0
     selected_by_kind: Sequence[int] = (0,) * COUNTED_KINDS
+    grown_by_kind: Sequence[int] = (0,) * COUNTED_KINDS
     tree_end: TreeEnd = TreeEnd.NONE
     drafters: Sequence[int] = ()
     finish: Finish = Finish.NONE

@@ -87,6 +87,7 @@ class RoundServicer(target_pb2_grpc.TargetServiceServicer):
             accepted_counts=[outcome.accepted for outcome in outcomes],
             selected_counts=[outcome.selected for outcome in outcomes],
             selected_by_source=[count for outcome in outcomes for count in outcome.selected_by_source],
+            grown_by_source=[count for outcome in outcomes for count in outcome.grown_by_source],
             accepted_sources=[sources for outcome in outcomes for sources in outcome.sources],
             finishes=[
                 target_pb2.FINISH_LENGTH if outcome.is_over else target_pb2.FINISH_UNSPECIFIED for outcome in outcomes

@@ -63,6 +63,7 @@ def test_what_a_target_says_is_taken():
         {"tree_ends": [target_pb2.TREE_END_COVERED]},
         {"selected_by_source": [3, 0, 0]},
         {"selected_by_source": [3, 1, 0, 0, 1, 0]},
+        {"grown_by_source": [3, 0, 0]},
         {"accepted_sources": [2]},
         # Each set of sources is counted by itself.
         {"accepted_sources": [2, 256]},

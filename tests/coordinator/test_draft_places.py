@@ -9,8 +9,11 @@ from outrider.coordinator.sessions.messages import (
     FaultKind,
     GenerationRequest,
     Growth,
+    Outcome,
+    RoundResults,
     SessionFault,
     SessionOpening,
+    SourceCounts,
     SpeculationMode,
 )
 from outrider.coordinator.sessions.session import PLACES
@@ -337,6 +340,25 @@ async def test_what_was_verified_is_counted_for_the_source_that_alone_has_grown(
     assert own.source is NGRAM
     assert own.drafted > own.submitted > own.accepted > 0
     assert (own.submitted, own.accepted) == (result.speculation.drafted_tokens, result.speculation.accepted_tokens)
+
+
+async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_drafter_sends(make_bench):
+    bench = make_bench()
+    target = bench.add_target()
+    target.runs.clear()
+    bench.scheduler.submit(make_request(), [TextStream(None)])
+    (session,) = bench.scheduler.sessions
+    ids = {"session_id": session.session_id, "epoch": session.target_epoch}
+    rounds = (
+        Outcome(token_ids=[5], grown_by_source=(0, 0, 4), **ids),
+        Outcome(
+            token_ids=[6, 7], accepted=1, selected=3, selected_by_source=(0, 0, 3), grown_by_source=(0, 0, 2),
+            sources=[1 << EAGLE], **ids,
+        ),
+    )  # fmt: skip
+    for outcome in rounds:
+        bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+    assert bench.scheduler.source_counts() == [SourceCounts(EAGLE, drafted=6, submitted=3, accepted=1)]
 
 
 async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):

@@ -223,6 +223,7 @@ async def test_a_rounds_results_are_told_by_session():
         cached_tokens=[1, 0, 0],
         lost=[0, 5, 0],
         selected_by_source=[2, 2, 0, 0, 0, 0, 4, 0, 0],
+        grown_by_source=[5, 0, 0, 0, 0, 0, 0, 0, 6],
         tree_ends=[target_pb2.TREE_END_MISSED, target_pb2.TREE_END_UNSPECIFIED, target_pb2.TREE_END_COVERED],
         logprobs=[
             target_pb2.Logprobs(
@@ -238,11 +239,12 @@ async def test_a_rounds_results_are_told_by_session():
     assert not lost
     first, second, third = results.outcomes
     assert first == Outcome(
-        7, 1, [5, 6, 7], accepted=2, selected=3, selected_by_source=(2, 2, 0), sources=[2, 6], cached_tokens=1,
-        tree_end=TreeEnd.MISSED,
+        7, 1, [5, 6, 7], accepted=2, selected=3, selected_by_source=(2, 2, 0), grown_by_source=(5, 0, 0),
+        sources=[2, 6], cached_tokens=1, tree_end=TreeEnd.MISSED,
     )  # fmt: skip
     assert second == Outcome(9, 2, [], selected_by_source=(0, 0, 0), sources=[], lost=5)
-    assert (third.selected_by_source, third.tree_end) == ((4, 0, 0), TreeEnd.COVERED)
+    assert (third.selected_by_source, third.grown_by_source) == ((4, 0, 0), (0, 0, 6))
+    assert third.tree_end is TreeEnd.COVERED
     assert third.logprobs is not None
     assert (third.token_ids, third.is_over, third.logprobs.top_token_ids) == ([8], True, [[8, 3]])
     ((session_id, epoch, fault),) = results.faults

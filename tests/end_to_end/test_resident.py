@@ -46,6 +46,8 @@ async def check_until_accepted(service: LocalService, prompts: list[list[int]], 
             break
     accepted = {source for output in outputs for source in output.speculation.sources}
     assert accepted == {"model"}
+    for own in (output.speculation.sources["model"] for output in outputs if output.speculation.sources):
+        assert own.drafted_tokens >= own.submitted_tokens >= own.accepted_tokens
     assert sum(output.speculation.verify_steps for output in outputs) < sum(
         output.usage.completion_tokens for output in outputs
     )

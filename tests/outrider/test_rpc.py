@@ -1,4 +1,5 @@
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -6,7 +7,7 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc._cython import cygrpc  # pyright: ignore[reportAttributeAccessIssue] compiled
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -29,9 +30,7 @@ def test_violations_travel_as_details():
     status = rpc.status_of(error)
     assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert status.message == "top_p: too high; n: zero"
-    detail = error_details_pb2.BadRequest()
-    assert status.details[0].Unpack(detail)
-    assert [violation.field for violation in detail.field_violations] == ["top_p", "n"]
+    assert [violation.field for violation in details_of(status)] == ["top_p", "n"]
 
 
 def test_overload_says_when_to_retry():
@@ -130,10 +129,28 @@ def _library() -> bytes:
     return Path(cygrpc.__file__).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["x" * 50_000, "\U0001f600" * 9_000])
+@pytest.mark.parametrize("name", ["x" * 50_000, "\U0001f600" * 9_000, "100%\n" * 9_000])
 async def test_a_message_of_any_length_fits_the_metadata(name: str):
     """A worker that named its model at length was told RESOURCE_EXHAUSTED by its own client, and no reason."""
-    message = rpc.status_of(errors.WorkerRefused(f"{name} does not fit")).message
-    assert len(quote(message)) + len(message.encode()) * 4 / 3 < 7_000
-    assert message.endswith(" ...")
+    status = rpc.status_of(errors.WorkerRefused(f"{name} does not fit"))
+    assert metadata_bytes(status) < 7_000
+    assert status.message.endswith(" ...")
     assert rpc.status_of(errors.WorkerRefused("short")).message == "short"
+
+
+@pytest.mark.parametrize("reason", ["x" * 50_000, "\U0001f600" * 9_000, "CUDA error\n" * 9_000])
+def test_a_targets_reason_of_any_length_fits_the_metadata(reason: str):
+    status = rpc.status_of(errors.InvalidRequest([errors.FieldViolation("request", reason)]))
+    assert metadata_bytes(status) < 7_000
+    assert status.message.startswith(f"request: {reason[:50]}") and status.message.endswith(" ...")
+    assert f"request: {details_of(status)[0].description}" == status.message
+
+
+def metadata_bytes(status: status_pb2.Status) -> float:
+    return len(quote(status.message)) + len(status.SerializeToString()) * 4 / 3
+
+
+def details_of(status: status_pb2.Status) -> Sequence[error_details_pb2.BadRequest.FieldViolation]:
+    detail = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(detail)
+    return detail.field_violations

@@ -142,7 +142,7 @@ class SessionBounds(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., allow: _Optional[_Iterable[int]] = ..., alone: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class RoundResults(_message.Message):
-    __slots__ = ("session_ids", "epochs", "token_counts", "tokens", "accepted_counts", "selected_counts", "accepted_sources", "finishes", "cached_tokens", "lost", "logprobs", "errors", "report", "load", "selected_by_source", "tree_ends")
+    __slots__ = ("session_ids", "epochs", "token_counts", "tokens", "accepted_counts", "selected_counts", "accepted_sources", "finishes", "cached_tokens", "lost", "logprobs", "errors", "report", "load", "selected_by_source", "tree_ends", "grown_by_source")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,7 @@ class RoundResults(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SELECTED_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TREE_ENDS_FIELD_NUMBER: _ClassVar[int]
+    GROWN_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     token_counts: _containers.RepeatedScalarFieldContainer[int]
@@ -175,4 +176,5 @@ class RoundResults(_message.Message):
     load: _common_pb2.WorkerLoad
     selected_by_source: _containers.RepeatedScalarFieldContainer[int]
     tree_ends: _containers.RepeatedScalarFieldContainer[TreeEnd]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., selected_counts: _Optional[_Iterable[int]] = ..., accepted_sources: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[Finish, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., selected_by_source: _Optional[_Iterable[int]] = ..., tree_ends: _Optional[_Iterable[_Union[TreeEnd, str]]] = ...) -> None: ...
+    grown_by_source: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., selected_counts: _Optional[_Iterable[int]] = ..., accepted_sources: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[Finish, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., selected_by_source: _Optional[_Iterable[int]] = ..., tree_ends: _Optional[_Iterable[_Union[TreeEnd, str]]] = ..., grown_by_source: _Optional[_Iterable[int]] = ...) -> None: ...

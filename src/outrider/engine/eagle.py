@@ -5,7 +5,7 @@
                                                                         logits = own output(norm(h))
 
 h[i] says what follows token i + 1. Drafting on, it stands where f or g stood: row i + 1 of a drafted token t reads
-h[i] and the embedding of t. Row i has position i. `outrider.engine.eagle_forward` runs it in growth steps.
+h[i] and the embedding of t. Row i has position i. `outrider.engine.head_forward` runs it in growth steps.
 
 A block drafter (parallel drafting with masks, as P-EAGLE's) answers for B positions of row i in one pass:
 
@@ -13,7 +13,7 @@ A block drafter (parallel drafting with masks, as P-EAGLE's) answers for B posit
              logits of what follows a token t, s tokens behind token i + 1 = own output(norm(h[i, s])) + bias(t)
 
 All B rows attend to the rows of position 0 up to i, and to no other position's: with one layer, a mask's keys and
-values could tell nothing but the mask. `outrider.engine.block_forward` makes trees of it.
+values could tell nothing but the mask. `outrider.engine.head_forward` makes trees of it.
 
 Nothing waits for the device and no shape depends on values, so all of it can be captured in a graph. On CPU tensors the
 operators run their references.

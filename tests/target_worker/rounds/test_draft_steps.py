@@ -107,6 +107,22 @@ def test_steps_end_at_high_load_and_come_back():
     assert min(low.run(pace, 50)[0]) > 2
 
 
+@pytest.mark.parametrize("sessions", [4, 16, 64])
+@pytest.mark.parametrize("slower", [2, 8])
+def test_steps_come_back_soon_after_very_high_load(sessions: int, slower: int):
+    low = World(0.8, plain_ns=8e6, step_ns=5e5, sessions=sessions)
+    high = World(0.8, plain_ns=slower * 8e6, step_ns=slower * 5e5, node_ns=1e6, sessions=1024)
+    pace = DraftSteps()
+    low.run(pace, 300)
+    high.run(pace, 300)
+    _, part = high.run(pace, 1000)
+    assert part <= 0.02
+    low.run(pace, 60)
+    chosen, _ = low.run(pace, 40)
+    best = max(map(low.rate, range(MOST_STEPS + 1)))
+    assert sum(map(low.rate, chosen)) / len(chosen) > 0.95 * best
+
+
 def test_steps_that_have_not_run_at_high_load_come_back_with_the_others():
     pace = DraftSteps()
     low = World(0.8, plain_ns=6e6, step_ns=1e6, sessions=16)

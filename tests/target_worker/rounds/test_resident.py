@@ -132,6 +132,8 @@ def test_tokens_are_those_of_plain_decoding(resident: Resident, reference_model,
     # All that was verified has come from the drafter.
     own = sum(result.selected_by_kind[resident.drafter.source - 1] for result in results)
     assert own == sum(result.selected for result in results)
+    grown = [sum(counts) for counts in zip(*(result.grown_by_kind for result in results), strict=True)]
+    assert grown[resident.drafter.source - 1] == sum(grown) >= own
 
 
 def test_rounds_are_saved(resident: Resident, reference_model):
