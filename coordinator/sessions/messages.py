@@ -5,6 +5,7 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
                                                          scheduler <── GrowthBatch ── draft
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
+from outrider.wire import split_by_counts
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.request_trace import RequestTrace
@@ -297,12 +299,27 @@ class Outcome(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+_TREE_ENDS = {int(end): end for end in TreeEnd}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundResults:
-    """Results of one round of a target for its sessions here.
+    """Results of one round of a target for its S sessions here, in columns: M tokens, A of them accepted nodes.
 
     Attributes:
-        outcomes: by session.
+        session_ids: [S]
+        epochs: [S]
+        token_counts: [S]
+        tokens: [M] committed.
+        accepted_counts: [S]
+        selected_counts: [S]
+        selected_by_source: [3 S]; empty: all are a model's alone.
+        accepted_sources: [A]
+        finishes: [S] 0 where the session goes on.
+        cached_tokens: [S]
+        lost: [S]
+        tree_ends: [S]
+        logprobs: by row, of the sessions that asked for them.
         faults: (session id, epoch, why) of sessions that the target has closed or not opened.
         step_ns: from the round's begin to its end.
         forward_ns: of these, the model's forward and the choices.
@@ -311,13 +328,51 @@ class RoundResults:
         number: of the message on this stream, from 1.
     """
 
-    outcomes: Sequence[Outcome]
+    session_ids: Sequence[int]
+    epochs: Sequence[int]
+    token_counts: Sequence[int]
+    tokens: Sequence[int]
+    accepted_counts: Sequence[int]
+    selected_counts: Sequence[int]
+    selected_by_source: Sequence[int]
+    accepted_sources: Sequence[int]
+    finishes: Sequence[int]
+    cached_tokens: Sequence[int]
+    lost: Sequence[int]
+    tree_ends: Sequence[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     faults: Sequence[tuple[int, int, SessionFault]] = ()
     step_ns: int = 0
     forward_ns: int = 0
     rows: int = 0
     plain_ns: int = 0
     number: int = 0
+
+    @functools.cached_property
+    def outcomes(self) -> list[Outcome]:
+        """The columns by session. Drafts hear what was committed before these are made."""
+        selected, by_source = self.selected_counts[:], self.selected_by_source[:]
+        tokens, sources = self.tokens[:], self.accepted_sources[:]
+        # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
+        columns = zip(
+            self.session_ids[:],
+            self.epochs[:],
+            [tokens[span] for span in split_by_counts(self.token_counts[:])],
+            self.accepted_counts[:],
+            selected,
+            zip(by_source[0::3], by_source[1::3], by_source[2::3], strict=True)
+            if by_source
+            else ((count, 0, 0) for count in selected),
+            [sources[span] for span in split_by_counts(self.accepted_counts[:])],
+            map(bool, self.finishes[:]),
+            self.cached_tokens[:],
+            self.lost[:],
+            # An end that a newer target knows is none.
+            map(_TREE_ENDS.get, self.tree_ends[:], itertools.repeat(TreeEnd.NONE)),
+            map(self.logprobs.get, range(len(selected))),
+            strict=True,
+        )
+        return list(itertools.starmap(Outcome, columns))
 
 
 class Commit(NamedTuple):
@@ -331,23 +386,25 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Commits:
-    """What S sessions have committed together, in columns as of `Commit`."""
+    """What S sessions have committed together, M tokens in all.
+
+    Attributes:
+        session_ids: [S]
+        epochs: [S]
+        positions: [S] as of `Commit`.
+        token_counts: [S]
+        tokens: [M]
+    """
 
     session_ids: Sequence[int]
     epochs: Sequence[int]
     positions: Sequence[int]
-    token_ids: Sequence[Sequence[int]]
-
-    @classmethod
-    def of(cls, commits: Sequence[Commit]) -> Self:
-        """These; at least one."""
-        session_ids, epochs, positions, token_ids = zip(*commits, strict=True)
-        return cls(session_ids=session_ids, epochs=epochs, positions=positions, token_ids=token_ids)
+    token_counts: Sequence[int]
+    tokens: Sequence[int]
 
     def __iter__(self) -> Iterator[Commit]:
-        return itertools.starmap(
-            Commit, zip(self.session_ids, self.epochs, self.positions, self.token_ids, strict=True)
-        )
+        token_ids = (self.tokens[span] for span in split_by_counts(self.token_counts))
+        return map(Commit, self.session_ids, self.epochs, self.positions, token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)

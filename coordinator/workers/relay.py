@@ -15,7 +15,6 @@ from typing import Protocol
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
-    Commit,
     Commits,
     FaultKind,
     GrowthBatch,
@@ -31,7 +30,7 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
-from outrider.wire import floats_to_bytes, split_by_counts
+from outrider.wire import entries_of, floats_to_bytes, rows_of, split_by_counts
 
 # Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
 # writes would delay results and growth; what a request gets until it is its turn goes out as one message.
@@ -167,15 +166,16 @@ class Relay:
         if target is None:
             return
         told = [
-            (session, outcome)
-            for outcome in results.outcomes
-            if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is not None
+            (row, session)
+            for row, (session_id, epoch) in enumerate(zip(results.session_ids[:], results.epochs[:], strict=True))
+            if (session := self._session_of(target, session_id, epoch)) is not None
         ]
         try:
-            self._commit(told)
+            self._commit(told, results)
         finally:
             # Kept whatever becomes of that.
-            self._take(target, told, results, now_ns)
+            outcomes = results.outcomes
+            self._take(target, [(session, outcomes[row]) for row, session in told], results, now_ns)
 
     def _take(
         self, target: TargetPeer, told: Sequence[tuple[Session, Outcome]], results: RoundResults, now_ns: int
@@ -211,19 +211,32 @@ class Relay:
                 self._owner.take_fault(session, fault)
         self._deliver_soon()
 
-    def _commit(self, told: Sequence[tuple[Session, Outcome]]) -> None:
-        """Tell drafts what their sessions have got, before anything else is done with it.
+    def _commit(self, told: Sequence[tuple[int, Session]], results: RoundResults) -> None:
+        """Tell drafts what their sessions, each with its row, have got, before anything else is done with it.
 
         A session that has ended with it, perhaps before the last token, is closed there next.
         """
-        commits: defaultdict[str, list[Commit]] = defaultdict(list)
-        for session, outcome in told:
-            if outcome.token_ids:
+        counts = results.token_counts[:]
+        # By draft: rows, epochs and positions.
+        parts: defaultdict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+        for row, session in told:
+            if counts[row]:
                 position = len(session.token_ids)
                 for draft_id, epoch in session.draft_epochs.items():
-                    commits[draft_id].append(Commit(session.session_id, epoch, position, outcome.token_ids))
-        for draft_id, own in commits.items():
-            self._drafts.peers[draft_id].link.commit(Commits.of(own))
+                    rows, epochs, positions = parts[draft_id]
+                    rows.append(row)
+                    epochs.append(epoch)
+                    positions.append(position)
+        for draft_id, (rows, epochs, positions) in parts.items():
+            self._drafts.peers[draft_id].link.commit(
+                Commits(
+                    session_ids=rows_of(results.session_ids, rows),
+                    epochs=epochs,
+                    positions=positions,
+                    token_counts=rows_of(results.token_counts, rows),
+                    tokens=entries_of(results.tokens, counts, rows),
+                )
+            )
 
     def _end(self, session: Session) -> None:
         """See to a session that has ended, as it should or not."""

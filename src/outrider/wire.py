@@ -5,11 +5,13 @@ which protobuf's packed form costs milliseconds a vocabulary row.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 MOST_NODES = 256
 """Nodes of one session that a pool holds, and so that one message brings."""
@@ -49,3 +51,19 @@ def split_by_counts(counts: Sequence[int]) -> Iterator[slice]:
     for count in counts:
         yield slice(start, start + count)
         start += count
+
+
+def rows_of(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
+    """Return some rows, in rising order, of a column with one entry a session.
+
+    All rows are the column itself: where it is a message's, another message copies it as a block of memory.
+    """
+    return column if len(rows) == len(column) else [column[row] for row in rows]
+
+
+def entries_of(column: Sequence[T], counts: Sequence[int], rows: Sequence[int]) -> Sequence[T]:
+    """Return the entries of some rows, in rising order, of a column with `counts` entries a session."""
+    if len(rows) == len(counts):
+        return column
+    spans = list(split_by_counts(counts))
+    return [entry for row in rows for entry in column[spans[row]]]

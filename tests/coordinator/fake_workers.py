@@ -70,6 +70,25 @@ def batch_of(*growths: Growth) -> GrowthBatch:
     )
 
 
+def results_of(outcomes: Sequence[Outcome], **more: Any) -> RoundResults:
+    """Results of several sessions as one message."""
+    return RoundResults(
+        session_ids=[outcome.session_id for outcome in outcomes],
+        epochs=[outcome.epoch for outcome in outcomes],
+        token_counts=[len(outcome.token_ids) for outcome in outcomes],
+        tokens=[token for outcome in outcomes for token in outcome.token_ids],
+        accepted_counts=[len(outcome.sources) for outcome in outcomes],
+        selected_counts=[outcome.selected for outcome in outcomes],
+        selected_by_source=[count for outcome in outcomes for count in outcome.selected_by_source],
+        accepted_sources=[sources for outcome in outcomes for sources in outcome.sources],
+        finishes=[outcome.is_over for outcome in outcomes],
+        cached_tokens=[outcome.cached_tokens for outcome in outcomes],
+        lost=[outcome.lost for outcome in outcomes],
+        tree_ends=[outcome.tree_end for outcome in outcomes],
+        **more,
+    )
+
+
 class Everything(set[int]):
     """All sessions."""
 
@@ -262,7 +281,7 @@ class FakeTarget:
         """Close a session between two rounds, and say why."""
         session = self.sessions.pop(session_id)
         fault = SessionFault(kind=kind, message=message)
-        self.on_results(RoundResults(outcomes=[], faults=[(session_id, session.opening.epoch, fault)]))
+        self.on_results(results_of([], faults=[(session_id, session.opening.epoch, fault)]))
 
     async def _run(self) -> None:
         """Until there is nothing to do."""
@@ -331,8 +350,8 @@ class FakeTarget:
                 done[session_id] = list(outcomes[-1].token_ids)
         self.rounds.append(done)
         rows = sum(1 + outcome.selected for outcome in outcomes)
-        return RoundResults(
-            outcomes=outcomes,
+        return results_of(
+            outcomes,
             faults=faults,
             step_ns=1000,
             forward_ns=900,

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.fake_workers import next_token
+from tests.coordinator.fake_workers import next_token, results_of
 
 from outrider.coordinator.sessions.messages import (
     FaultKind,
     Growth,
     Outcome,
-    RoundResults,
     SpeculationMode,
 )
 from outrider.coordinator.sessions.poison import LossKind
@@ -223,7 +222,7 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     # One of its trees is lost: it is asked once, for all.
     for lost in (0b10, 0b11):
         outcome = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=lost)
-        bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+        bench.scheduler.take_results("target", results_of([outcome]))
     assert draft.asked_again == [(1, session.draft_epochs["draft"])]
     del target.told[:]
     # It has forgotten before it sends what it has now.
@@ -232,13 +231,13 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.1", "grow 1.1 1"]
     # The other one is still on its way.
     other = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=0b01)
-    bench.scheduler.take_results("target", RoundResults(outcomes=[other]))
+    bench.scheduler.take_results("target", results_of([other]))
     assert len(draft.asked_again) == 1
     bench.grow("draft", growth_of(session, [7, 8], again=True))
     assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
     # Nothing of it has been grown anew.
     assert counted == {own.source: own.drafted for own in bench.scheduler.source_counts()}
-    bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+    bench.scheduler.take_results("target", results_of([outcome]))
     assert len(draft.asked_again) == 2
 
 
@@ -250,7 +249,7 @@ async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench
     (session,) = begin(bench, make_request)
     lost = Outcome(session_id=session.session_id, epoch=session.target_epoch, token_ids=(), lost=(1 << 32) - 1)
     bench.scheduler.remove_draft("first")
-    bench.scheduler.take_results("target", RoundResults(outcomes=[lost]))
+    bench.scheduler.take_results("target", results_of([lost]))
     assert [len(draft.asked_again) for draft in drafts] == [0, 1]
     # Nothing is committed by it, and no round of the session has ended.
     assert (session.output_length, bench.scheduler.totals.verify_steps) == (0, 0)
@@ -272,9 +271,7 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     second = bench.add_target("second", step_s=0.005)
     late = growth_of(session, right(session, 3), draft="one", first=900)
     # Somebody has been asked for what the first target had lost, and it will not hear of that any more.
-    bench.scheduler.take_results(
-        "first", RoundResults(outcomes=[Outcome(session_id=1, epoch=epoch, token_ids=(), lost=1)])
-    )
+    bench.scheduler.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=(), lost=1)]))
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
     assert session.target_epoch > epoch
     assert second.sessions[1].tokens == committed
@@ -288,9 +285,7 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     await asyncio.sleep(0.004)
     assert {told for told in second.told if told.startswith("RESENT")} == {"RESENT 1.0", "RESENT 1.1"}
     # What the first one still says is nobody's.
-    bench.scheduler.take_results(
-        "first", RoundResults(outcomes=[Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])])
-    )
+    bench.scheduler.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])]))
     assert session.token_ids[: len(committed)] == committed
     tokens = await reading
     assert tokens == expect_output(request.prompt_token_ids, request.sampling)
