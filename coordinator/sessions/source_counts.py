@@ -15,23 +15,22 @@ class SourceTally:
     __slots__ = ("_accepted", "_grown", "_submitted")
 
     def __init__(self) -> None:
-        self._grown = Counter[GrowthSource]()
-        # By source, in their order.
+        # By source, in the order of their numbers, which begin with 1.
+        self._grown = [0] * len(_SOURCES)
         self._submitted = [0] * len(_SOURCES)
         # By bit set, since that is how nodes come: which sources have proposed them.
         self._accepted = Counter[int]()
 
     def __add__(self, other: Self) -> Self:
         total = type(self)()
-        total._grown = self._grown + other._grown
+        total._grown = [own + more for own, more in zip(self._grown, other._grown, strict=True)]
         total._submitted = [own + more for own, more in zip(self._submitted, other._submitted, strict=True)]
         total._accepted = self._accepted + other._accepted
         return total
 
     def note_growth(self, source: GrowthSource, nodes: int) -> None:
         """So many nodes of a source have come."""
-        if nodes:
-            self._grown[source] += nodes
+        self._grown[source - 1] += nodes
 
     def note_round(self, outcome: Outcome) -> None:
         """Count the nodes of a round that were verified, and those that were accepted."""
@@ -49,7 +48,7 @@ class SourceTally:
             for source in GrowthSource
         }
         return [
-            SourceCounts(source, self._grown[source], submitted, accepted[source])
-            for source, submitted in zip(_SOURCES, self._submitted, strict=True)
-            if self._grown[source] or accepted[source]
+            SourceCounts(source, grown, submitted, accepted[source])
+            for source, grown, submitted in zip(_SOURCES, self._grown, self._submitted, strict=True)
+            if grown or accepted[source]
         ]

@@ -15,7 +15,7 @@ _SOURCES = {int(source): source for source in GrowthSource}
 
 
 def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch:
-    """A message's columns, checked.
+    """Return a message's columns, checked. They are the message's own, so what is relayed of them is copied in C.
 
     Args:
         vocab_size: ids from here on stand for no token.
@@ -23,13 +23,13 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
     Raises:
         ValueError: nothing can be made of it.
     """
-    node_ids, parents, tokens, as_of = map(list, (message.node_ids, message.parents, message.tokens, message.as_of))
+    node_ids, parents, tokens, as_of = message.node_ids[:], message.parents[:], message.tokens[:], message.as_of[:]
     sessions, nodes, none = len(message.session_ids), len(node_ids), [False] * len(message.session_ids)
-    acceptance, complete = floats_from_bytes(message.acceptance), list(message.complete) or none
-    forgot, again = list(message.forgot) or none, list(message.again) or none
-    if {len(column) for column in (message.epochs, as_of, message.node_counts, complete, forgot, again)} != {sessions}:
+    acceptance, counts = floats_from_bytes(message.acceptance), message.node_counts[:]
+    complete, forgot, again = message.complete[:] or none, message.forgot[:] or none, message.again[:] or none
+    if {len(column) for column in (message.epochs, as_of, counts, complete, forgot, again)} != {sessions}:
         raise ValueError(f"columns of different lengths in growth of {sessions} sessions")
-    if {len(column) for column in (node_ids, parents, tokens, acceptance)} != {sum(message.node_counts)}:
+    if {len(column) for column in (node_ids, parents, tokens, acceptance)} != {sum(counts)}:
         raise ValueError(f"columns of different lengths in growth of {nodes} nodes")
     distributions: Sequence[DraftDistribution | None] = ()
     if message.HasField("distributions"):
@@ -43,22 +43,22 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
         raise ValueError(f"a parent or a committed length beyond {_MOST}")
     if min(as_of, default=1) < 1:
         raise ValueError("growth of a session without a token")
-    if max(message.node_counts, default=0) > MOST_NODES:
-        raise ValueError(f"{max(message.node_counts)} nodes of a session in one message, at most {MOST_NODES} needed")
+    if max(counts, default=0) > MOST_NODES:
+        raise ValueError(f"{max(counts)} nodes of a session in one message, at most {MOST_NODES} needed")
     if max(tokens, default=0) >= vocab_size:
         worst = tokens.index(max(tokens))
         raise ValueError(f"node {node_ids[worst]} has token {tokens[worst]}, ids below {vocab_size} needed")
     return GrowthBatch(
-        session_ids=list(message.session_ids),
-        epochs=list(message.epochs),
-        as_of=as_of,
-        node_counts=list(message.node_counts),
+        session_ids=message.session_ids,
+        epochs=message.epochs,
+        as_of=message.as_of,
+        node_counts=message.node_counts,
         complete=complete,
         forgot=forgot,
         again=again,
-        node_ids=node_ids,
-        parents=parents,
-        tokens=tokens,
+        node_ids=message.node_ids,
+        parents=message.parents,
+        tokens=message.tokens,
         acceptance=usable_acceptance(acceptance),
         distributions=distributions,
         # What a newer worker may say counts as a model's.

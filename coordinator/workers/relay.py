@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
@@ -30,7 +32,7 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
-from outrider.wire import entries_of, floats_to_bytes, rows_of, split_by_counts
+from outrider.wire import entries_of, floats_to_bytes, rows_of
 
 # Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
 # writes would delay results and growth; what a request gets until it is its turn goes out as one message.
@@ -98,44 +100,48 @@ class Relay:
         if peer is None:
             self._totals.dropped_nodes += len(growth.node_ids)
             return
-        grown_sessions = expanded = relayed = 0
-        parts: defaultdict[str, list[tuple[int, Session, int]]] = defaultdict(list)
-        drafter = Drafter(worker_id, growth.source)
+        source, is_model = growth.source, growth.source is GrowthSource.MODEL
+        grown_sessions = expanded = relayed = end = 0
+        # By target: row, epoch there and place of each session's part.
+        parts: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        drafter, parents = Drafter(worker_id, source), growth.parents[:]
         columns = zip(
-            growth.session_ids, growth.epochs, growth.again, growth.forgot, growth.complete,
-            split_by_counts(growth.node_counts), growth.node_counts, strict=True,
+            growth.session_ids[:], growth.epochs[:], growth.again, growth.forgot, growth.complete,
+            growth.node_counts[:], strict=True,
         )  # fmt: skip
-        for number, (session_id, epoch, is_again, has_forgotten, is_complete, span, count) in enumerate(columns):
+        for row, (session_id, epoch, is_again, has_forgotten, is_complete, count) in enumerate(columns):
+            begin, end = end, end + count
             session = self._sessions.get(session_id)
             # What a worker grows without having been asked for this source has no place.
-            if session is None or drafter not in session.places or session.draft_epochs[worker_id] != epoch:
+            if session is None or session.draft_epochs.get(worker_id) != epoch or drafter not in session.places:
                 continue
             if session.is_watched:
-                self._show_growth(drafter, session, growth, number)
+                self._show_growth(drafter, session, growth, row)
             if count and not is_again:
                 taken += count
-                session.sources.note_growth(growth.source, count)
-                if session.mode is _ASYNC:
+                session.sources.note_growth(source, count)
+                if is_model and session.mode is _ASYNC:
                     grown_sessions += 1
                     # Nodes of one step that have the same parent were grown by expanding it.
-                    expanded += len(set(growth.parents[span]))
+                    expanded += len(set(parents[begin:end])) if count > 1 else 1
             # None while it is nowhere.
             if (target := self._targets.get(session.target_id or "")) is None:
                 continue
             relayed += count
             if is_again or has_forgotten:
-                self._tell_changes(target, session, drafter, growth, number)
+                self._tell_changes(target, session, drafter, growth, row)
             if count or is_complete:
-                parts[target.worker_id].append((number, session, session.places.index(drafter)))
+                parts[target.worker_id].append((row, session.target_epoch, session.places.index(drafter)))
         self._totals.dropped_nodes += len(growth.node_ids) - relayed
-        self._totals.sources.note_growth(drafter.source, taken)
-        if growth.source is GrowthSource.MODEL:
+        self._totals.sources.note_growth(source, taken)
+        if is_model:
             step_ns = peer.link.step_latency.mean_ns
             demand = self._totals.demand
             demand.note_growth(step_ns, steps=growth.steps, sessions=grown_sessions, expanded=expanded)
         self._has_grown = self._has_grown or bool(parts)
         for target_id, part in parts.items():
-            self._targets[target_id].link.grow(_relayed(growth, part))
+            rows, epochs, places = zip(*part, strict=True)
+            self._targets[target_id].link.grow(_relayed(growth, rows, epochs, places))
 
     @staticmethod
     def _show_growth(drafter: Drafter, session: Session, growth: GrowthBatch, number: int) -> None:
@@ -309,25 +315,26 @@ class Relay:
             target.hold(session, is_held=is_held)
 
 
-def _relayed(growth: GrowthBatch, part: Sequence[tuple[int, Session, int]]) -> target_pb2.RelayedGrowth:
-    """Some sessions' parts of growth, each an index, session and place, under the names that their target knows."""
-    counts, as_of, complete = growth.node_counts, growth.as_of, growth.complete
-    node_ids, parents, tokens, acceptance = growth.node_ids, growth.parents, growth.tokens, growth.acceptance
-    distributions = growth.distributions
-    if len(part) < len(growth.session_ids):
-        numbers, spans = [number for number, _, _ in part], list(split_by_counts(counts))
-        nodes = [node for number in numbers for node in range(spans[number].start, spans[number].stop)]
-        counts, as_of = ([column[number] for number in numbers] for column in (counts, as_of))
-        complete = [complete[number] for number in numbers]
-        node_ids, parents, tokens = ([column[node] for node in nodes] for column in (node_ids, parents, tokens))
-        acceptance = acceptance[nodes]
-        distributions = distributions and [distributions[node] for node in nodes]
+def _relayed(
+    growth: GrowthBatch, rows: Sequence[int], epochs: Sequence[int], places: Sequence[int]
+) -> target_pb2.RelayedGrowth:
+    """Return some rows of growth under the epochs and places that their target knows."""
+    counts = growth.node_counts
+    acceptance, complete = growth.acceptance, rows_of(growth.complete, rows)
+    if len(rows) < len(counts):
+        is_relayed = np.zeros(len(counts), np.bool_)
+        is_relayed[list(rows)] = True
+        acceptance = acceptance[np.repeat(is_relayed, counts)]
+    node_ids, parents, tokens = (
+        entries_of(column, counts, rows) for column in (growth.node_ids, growth.parents, growth.tokens)
+    )
+    distributions = growth.distributions and entries_of(growth.distributions, counts, rows)
     return target_pb2.RelayedGrowth(
-        session_ids=[session.session_id for _, session, _ in part],
-        epochs=[session.target_epoch for _, session, _ in part],
-        places=[place for _, _, place in part],
-        as_of=as_of,
-        node_counts=counts,
+        session_ids=rows_of(growth.session_ids, rows),
+        epochs=epochs,
+        places=places,
+        as_of=rows_of(growth.as_of, rows),
+        node_counts=rows_of(counts, rows),
         node_ids=node_ids,
         parents=parents,
         tokens=tokens,
