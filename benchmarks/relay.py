@@ -29,7 +29,7 @@ from outrider.models import embedded_target_path
 from outrider.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, target_pb2
-from outrider.wire import floats_to_bytes
+from outrider.wire import floats_to_bytes, uints_to_bytes
 
 _VOCAB_SIZE, _MODEL_LEN, _PROMPT = 8192, 2048, 64
 _NEW, _CLIENTS = 1900, 2
@@ -189,7 +189,7 @@ class Workers:
         # When a round's results and a step's growth were sent, by what is first in them: session and its length before,
         # and a node's id.
         self._reported_s: dict[tuple[int, int], float] = {}
-        self._sent_s: dict[int, float] = {}
+        self._sent_s: dict[bytes, float] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self.clear()
 
@@ -314,7 +314,7 @@ class Workers:
             self._holds += commands.bounds.allow[:].count(0)
             if commands.growth.session_ids:
                 self._relayed += 1
-                sent_s = self._sent_s.pop(commands.growth.node_ids[0], None)
+                sent_s = self._sent_s.pop(commands.growth.node_ids[:4], None)
                 if sent_s is not None:
                     self._growth_s.append(time.perf_counter() - sent_s)
 
@@ -342,9 +342,9 @@ class Workers:
                     epochs=list(self._grown.values()),
                     as_of=[_PROMPT] * count,
                     node_counts=[nodes] * count,
-                    node_ids=range(1, count * nodes + 1),
-                    parents=[0] * (count * nodes),
-                    tokens=[5] * (count * nodes),
+                    node_ids=uints_to_bytes(range(1, count * nodes + 1)),
+                    parents=uints_to_bytes([0] * (count * nodes)),
+                    tokens=uints_to_bytes([5] * (count * nodes)),
                     acceptance=floats_to_bytes([0.5] * (count * nodes)),
                     complete=[False] * count,
                     report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
@@ -352,8 +352,9 @@ class Workers:
                 )
             )
         # The first node's id is the step's name.
-        growth.node_ids[0] = _STEP_NAMES + self._step_number
-        self._sent_s[growth.node_ids[0]] = time.perf_counter()
+        name = uints_to_bytes([_STEP_NAMES + self._step_number])
+        growth.node_ids = name + growth.node_ids[4:]
+        self._sent_s[name] = time.perf_counter()
         return growth.SerializeToString()
 
     async def _hear_draft(self, requests: AsyncIterator[bytes]) -> None:

@@ -468,13 +468,28 @@ class GrowthBatch:
     complete: Sequence[bool]
     forgot: Sequence[bool]
     again: Sequence[bool]
-    node_ids: Sequence[int]
-    parents: Sequence[int]
-    tokens: Sequence[int]
+    node_ids: npt.NDArray[np.uint32]
+    parents: npt.NDArray[np.uint32]
+    tokens: npt.NDArray[np.uint32]
     acceptance: npt.NDArray[np.float32]
     distributions: Sequence[DraftDistribution | None] = ()
     source: GrowthSource = GrowthSource.MODEL
     steps: int = 1
+
+    def nodes_of(self, rows: Sequence[int]) -> slice | npt.NDArray[np.bool_]:
+        """Return what takes the nodes of some rows, in rising order, from a column of nodes."""
+        if len(rows) == len(self.node_counts):
+            return slice(None)
+        is_one = np.zeros(len(self.node_counts), np.bool_)
+        is_one[list(rows)] = True
+        return np.repeat(is_one, self.node_counts[:])
+
+    def count_parents(self, rows: Sequence[int]) -> int:
+        """Count the nodes that have children among the nodes of some rows; a row's parents are its own."""
+        owners = np.repeat(np.arange(len(self.node_counts)) << 32, self.node_counts[:])
+        nodes = self.nodes_of(rows)
+        parents = np.sort(owners[nodes] | self.parents[nodes])
+        return int(np.count_nonzero(np.diff(parents))) + 1 if len(parents) else 0
 
     def of_session(self, place: int) -> Growth:
         """One session's part."""
@@ -484,9 +499,9 @@ class GrowthBatch:
             session_id=self.session_ids[place],
             epoch=self.epochs[place],
             as_of=self.as_of[place],
-            node_ids=self.node_ids[nodes],
-            parents=self.parents[nodes],
-            tokens=self.tokens[nodes],
+            node_ids=self.node_ids[nodes].tolist(),
+            parents=self.parents[nodes].tolist(),
+            tokens=self.tokens[nodes].tolist(),
             acceptance=self.acceptance[nodes].tolist(),
             distributions=self.distributions[nodes] or [None] * count,
             complete=self.complete[place],

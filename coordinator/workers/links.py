@@ -24,7 +24,7 @@ from outrider.drafting.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire import floats_from_bytes, tokens_to_bytes
+from outrider.wire import floats_from_bytes, uints_to_bytes
 
 _MODES = {
     SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
@@ -62,8 +62,8 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
     return common_pb2.SessionOpen(
         session_id=opening.session_id,
         epoch=opening.epoch,
-        prompt=tokens_to_bytes(opening.prompt),
-        output=tokens_to_bytes(opening.output),
+        prompt=uints_to_bytes(opening.prompt),
+        output=uints_to_bytes(opening.output),
         sampling=opening.sampling.to_proto(),
         limits=common_pb2.SpeculationLimits(
             mode=_MODES[opening.mode],
@@ -234,7 +234,7 @@ class DraftLink(WorkerLink):
 
     # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
     # rests (`front.process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
-    unread_bytes = 32 << 10
+    unread_bytes = 64 << 10
 
     def __init__(
         self,

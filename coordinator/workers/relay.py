@@ -12,8 +12,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
@@ -32,7 +30,7 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
-from outrider.wire import entries_of, floats_to_bytes, rows_of
+from outrider.wire import entries_of, floats_to_bytes, rows_of, uints_to_bytes
 
 # Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
 # writes would delay results and growth; what a request gets until it is its turn goes out as one message.
@@ -101,16 +99,15 @@ class Relay:
             self._totals.dropped_nodes += len(growth.node_ids)
             return
         source, is_model = growth.source, growth.source is GrowthSource.MODEL
-        grown_sessions = expanded = relayed = end = 0
+        grown, relayed = list[int](), 0
         # By target: row, epoch there and place of each session's part.
         parts: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        drafter, parents = Drafter(worker_id, source), growth.parents[:]
+        drafter = Drafter(worker_id, source)
         columns = zip(
             growth.session_ids[:], growth.epochs[:], growth.again, growth.forgot, growth.complete,
             growth.node_counts[:], strict=True,
         )  # fmt: skip
         for row, (session_id, epoch, is_again, has_forgotten, is_complete, count) in enumerate(columns):
-            begin, end = end, end + count
             session = self._sessions.get(session_id)
             # What a worker grows without having been asked for this source has no place.
             if session is None or session.draft_epochs.get(worker_id) != epoch or drafter not in session.places:
@@ -121,9 +118,7 @@ class Relay:
                 taken += count
                 session.sources.note_growth(source, count)
                 if is_model and session.mode is _ASYNC:
-                    grown_sessions += 1
-                    # Nodes of one step that have the same parent were grown by expanding it.
-                    expanded += len(set(parents[begin:end])) if count > 1 else 1
+                    grown.append(row)
             # None while it is nowhere.
             if (target := self._targets.get(session.target_id or "")) is None:
                 continue
@@ -135,9 +130,13 @@ class Relay:
         self._totals.dropped_nodes += len(growth.node_ids) - relayed
         self._totals.sources.note_growth(source, taken)
         if is_model:
-            step_ns = peer.link.step_latency.mean_ns
-            demand = self._totals.demand
-            demand.note_growth(step_ns, steps=growth.steps, sessions=grown_sessions, expanded=expanded)
+            # Nodes of one step that have the same parent were grown by expanding it.
+            self._totals.demand.note_growth(
+                peer.link.step_latency.mean_ns,
+                steps=growth.steps,
+                sessions=len(grown),
+                expanded=growth.count_parents(grown),
+            )
         self._has_grown = self._has_grown or bool(parts)
         for target_id, part in parts.items():
             rows, epochs, places = zip(*part, strict=True)
@@ -319,15 +318,8 @@ def _relayed(
     growth: GrowthBatch, rows: Sequence[int], epochs: Sequence[int], places: Sequence[int]
 ) -> target_pb2.RelayedGrowth:
     """Return some rows of growth under the epochs and places that their target knows."""
-    counts = growth.node_counts
-    acceptance, complete = growth.acceptance, rows_of(growth.complete, rows)
-    if len(rows) < len(counts):
-        is_relayed = np.zeros(len(counts), np.bool_)
-        is_relayed[list(rows)] = True
-        acceptance = acceptance[np.repeat(is_relayed, counts)]
-    node_ids, parents, tokens = (
-        entries_of(column, counts, rows) for column in (growth.node_ids, growth.parents, growth.tokens)
-    )
+    counts, complete, nodes = growth.node_counts, rows_of(growth.complete, rows), growth.nodes_of(rows)
+    tokens = growth.tokens[nodes]
     distributions = growth.distributions and entries_of(growth.distributions, counts, rows)
     return target_pb2.RelayedGrowth(
         session_ids=rows_of(growth.session_ids, rows),
@@ -335,11 +327,11 @@ def _relayed(
         places=places,
         as_of=rows_of(growth.as_of, rows),
         node_counts=rows_of(counts, rows),
-        node_ids=node_ids,
-        parents=parents,
-        tokens=tokens,
-        acceptance=floats_to_bytes(acceptance),
-        sources=() if growth.source is GrowthSource.MODEL else [to_proto(growth.source)] * len(node_ids),
+        node_ids=uints_to_bytes(growth.node_ids[nodes]),
+        parents=uints_to_bytes(growth.parents[nodes]),
+        tokens=uints_to_bytes(tokens),
+        acceptance=floats_to_bytes(growth.acceptance[nodes]),
+        sources=() if growth.source is GrowthSource.MODEL else [to_proto(growth.source)] * len(tokens),
         distributions=pack_distributions(distributions) if distributions else None,
         complete=complete if any(complete) else (),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.fake_workers import next_token, results_of
+from tests.coordinator.fake_workers import next_token, nodes_of, results_of
 
 from outrider.coordinator.sessions.messages import (
     FaultKind,
@@ -54,10 +54,6 @@ def right(session: Session, count: int) -> list[int]:
     return tokens[len(session.token_ids) :]
 
 
-def nodes_of(growth: Any) -> list[tuple[int, int, int]]:
-    return list(zip(growth.node_ids, growth.parents, growth.tokens, strict=True))
-
-
 async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_request):
     bench = make_bench()
     bench.limits.max_sessions = 2
@@ -79,10 +75,11 @@ async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_req
         assert list(growth.places) == [0, 0]
         assert list(growth.as_of) == [3, 3]
         assert list(growth.node_counts) == [len(trees[number]) for number in own]
-        assert list(growth.tokens) == [token for number in own for token in trees[number]]
-        assert list(growth.node_ids) == [node for number in own for node in batch[number].node_ids]
-        assert list(growth.parents) == [node for number in own for node in batch[number].parents]
-        assert floats_from_bytes(growth.acceptance).tolist() == [0.5] * len(growth.tokens)
+        ids, parents, tokens = nodes_of(growth)
+        assert tokens == [token for number in own for token in trees[number]]
+        assert ids == [node for number in own for node in batch[number].node_ids]
+        assert parents == [node for number in own for node in batch[number].parents]
+        assert floats_from_bytes(growth.acceptance).tolist() == [0.5] * len(tokens)
         assert (list(growth.sources), list(growth.complete)) == ([], [])
         assert not growth.HasField("distributions")
     assert bench.scheduler.totals.dropped_nodes == 0
@@ -113,7 +110,7 @@ async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_reque
     bench.grow("draft", *batch)
     (growth,) = target.grown
     assert list(growth.session_ids) == [chain.session_id, sync.session_id]
-    assert list(growth.tokens) == [8, 9, 10, 11]
+    assert nodes_of(growth)[2] == [8, 9, 10, 11]
     assert list(growth.complete) == [False, True]
     told = unpack_distributions(growth.distributions, 4)
     assert [None if q is None else q.token_ids.tolist() for q in told] == [[8], [9], None, None]
@@ -214,7 +211,7 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     # Both use the same ids.
     for source in (GrowthSource.MODEL, GrowthSource.NGRAM):
         bench.grow("draft", growth_of(session, [5, 6], source=source))
-    assert [(*growth.places, *growth.node_ids, *growth.sources) for growth in target.grown] == [
+    assert [(*growth.places, *nodes_of(growth)[0], *growth.sources) for growth in target.grown] == [
         (0, 1, 2), (1, 1, 2, 2, 2),
     ]  # fmt: skip
     counted = {own.source: own.drafted for own in bench.scheduler.source_counts()}

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.wire import floats_from_bytes, floats_to_bytes, split_by_counts, tokens_from_bytes, tokens_to_bytes
+from outrider.wire import floats_from_bytes, floats_to_bytes, split_by_counts, uints_from_bytes, uints_to_bytes
 
 
 def test_tokens_travel_as_little_endian_words():
-    assert tokens_to_bytes([1, 2**32 - 1]) == b"\x01\x00\x00\x00\xff\xff\xff\xff"
-    assert tokens_from_bytes(tokens_to_bytes([7, 8, 9])) == [7, 8, 9]
+    assert uints_to_bytes([1, 2**32 - 1]) == b"\x01\x00\x00\x00\xff\xff\xff\xff"
+    assert uints_from_bytes(uints_to_bytes([7, 8, 9])).tolist() == [7, 8, 9]
     with pytest.raises(ValueError, match="multiple"):
-        tokens_from_bytes(b"abc")
+        uints_from_bytes(b"abc")
 
 
 def test_floats_travel_exactly():
