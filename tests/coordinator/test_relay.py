@@ -117,6 +117,30 @@ async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_reque
     assert bench.scheduler.totals.dropped_nodes == 2
 
 
+async def test_each_draft_hears_what_its_own_sessions_have_got(make_bench, make_request):
+    bench = make_bench()
+    bench.add_target().runs.clear()
+    drafts = {name: bench.add_draft(name, delay_s=1000.0) for name in ("one", "two")}
+    sessions = begin(bench, make_request, 5)
+    tokens = [[5, 6], [7], [], [8, 9, 10], [11]]
+    outcomes = [
+        Outcome(session.session_id, session.target_epoch, own, accepted=max(len(own) - 1, 0), selected=len(own),
+                sources=[2] * (len(own) - 1))
+        for session, own in zip(sessions, tokens, strict=True)
+    ]  # fmt: skip
+    # The last one says it of an opening that has passed.
+    outcomes[-1] = outcomes[-1]._replace(epoch=outcomes[-1].epoch + 1)
+    bench.scheduler.take_results("target", results_of(outcomes))
+    told = [own if session is not sessions[-1] else [] for session, own in zip(sessions, tokens, strict=True)]
+    for name, draft in drafts.items():
+        own = [number for number, session in enumerate(sessions) if name in session.draft_epochs]
+        assert 2 <= len(own) <= 3
+        for number in own:
+            session = sessions[number]
+            assert draft.sessions[session.session_id].tokens[session.prompt_length :] == told[number]
+    assert [session.token_ids[session.prompt_length :] for session in sessions] == told
+
+
 async def test_that_a_draft_has_nothing_to_say_is_told_where_it_ends_a_round(bench, make_request):
     target = bench.add_target()
     target.runs.clear()
