@@ -70,8 +70,10 @@ async def _measure(options: argparse.Namespace) -> None:
     clients: list[asyncio.subprocess.Process] = []
     try:
         async with Workers(address, options) as workers:
-            # Until both are registered.
-            await asyncio.sleep(2)
+            async with asyncio.timeout(_PATIENCE_S):
+                await workers.connected.wait()
+            # The coordinator has begun their streams, and takes them for workers a moment later.
+            await asyncio.sleep(1)
             for _ in range(_CLIENTS):
                 own = [*sys.argv[1:], "--client", address]
                 clients.append(
@@ -191,6 +193,9 @@ class Workers:
         self._reported_s: dict[tuple[int, int], float] = {}
         self._sent_s: dict[bytes, float] = {}
         self._tasks: list[asyncio.Task[Any]] = []
+        self._streams = 0
+        self.connected = asyncio.Event()
+        """The coordinator has begun a stream to each."""
         self.clear()
 
     def clear(self) -> None:
@@ -260,7 +265,13 @@ class Workers:
                 await asyncio.sleep(0.3)
             raise RuntimeError(f"{name}: {await call.details()}")
 
+    def _note_stream(self) -> None:
+        self._streams += 1
+        if self._streams == (2 if self._options.step_ms else 1):
+            self.connected.set()
+
     async def _verify(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        self._note_stream()
         hearing = asyncio.create_task(self._hear_target(requests))
         due = time.perf_counter()
         try:
@@ -319,6 +330,7 @@ class Workers:
                     self._growth_s.append(time.perf_counter() - sent_s)
 
     async def _speculate(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        self._note_stream()
         hearing = asyncio.create_task(self._hear_draft(requests))
         due = time.perf_counter()
         try:
