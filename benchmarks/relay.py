@@ -29,12 +29,14 @@ from outrider.models import embedded_target_path
 from outrider.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, target_pb2
-from outrider.wire import floats_to_bytes
+from outrider.wire import floats_to_bytes, uints_to_bytes
 
 _VOCAB_SIZE, _MODEL_LEN, _PROMPT = 8192, 2048, 64
 _NEW, _CLIENTS = 1900, 2
 # A token says at which millisecond its round has ended, as far as the vocabulary goes.
 _TOKEN_MS = 8000
+# Below it are the ids of nodes that name no step.
+_STEP_NAMES = 1 << 20
 # Of a client process: some digits for each message of the time that is measured.
 _ANSWER_BYTES = 16 << 20
 # Until all streams have begun.
@@ -68,8 +70,10 @@ async def _measure(options: argparse.Namespace) -> None:
     clients: list[asyncio.subprocess.Process] = []
     try:
         async with Workers(address, options) as workers:
-            # Until both are registered.
-            await asyncio.sleep(2)
+            async with asyncio.timeout(_PATIENCE_S):
+                await workers.connected.wait()
+            # The coordinator has begun their streams, and takes them for workers a moment later.
+            await asyncio.sleep(1)
             for _ in range(_CLIENTS):
                 own = [*sys.argv[1:], "--client", address]
                 clients.append(
@@ -170,17 +174,28 @@ async def _read_streams(options: argparse.Namespace) -> None:
 
 
 class Workers:
-    """A target and a draft that send what they are told to, when it is due."""
+    """A target and a draft that send what they are told to, when it is due.
+
+    Messages are made once for a set of sessions. Each round and each step changes what tells it apart from others, so
+    that the workers need little of the core that they share with the clients.
+    """
 
     def __init__(self, coordinator: str, options: argparse.Namespace) -> None:
         self._coordinator, self._options = coordinator, options
-        # By session id: epoch and length, at the target and at the draft.
+        # By session id: epoch and the round before its first, at the target; epoch, at the draft.
         self._verified: dict[int, tuple[int, int]] = {}
-        self._grown: dict[int, tuple[int, int]] = {}
-        self._node_id = 0
-        self._ended: dict[int, float] = {}
-        self._sent_s: dict[int, float] = {}
+        self._grown: dict[int, int] = {}
+        self._results = target_pb2.RoundResults()
+        self._growth = draft_pb2.DraftGrowth()
+        self._round_number = self._step_number = 0
+        # When a round's results and a step's growth were sent, by what is first in them: session and its length before,
+        # and a node's id.
+        self._reported_s: dict[tuple[int, int], float] = {}
+        self._sent_s: dict[bytes, float] = {}
         self._tasks: list[asyncio.Task[Any]] = []
+        self._streams = 0
+        self.connected = asyncio.Event()
+        """The coordinator has begun a stream to each."""
         self.clear()
 
     def clear(self) -> None:
@@ -250,7 +265,13 @@ class Workers:
                 await asyncio.sleep(0.3)
             raise RuntimeError(f"{name}: {await call.details()}")
 
+    def _note_stream(self) -> None:
+        self._streams += 1
+        if self._streams == (2 if self._options.step_ms else 1):
+            self.connected.set()
+
     async def _verify(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        self._note_stream()
         hearing = asyncio.create_task(self._hear_target(requests))
         due = time.perf_counter()
         try:
@@ -264,46 +285,52 @@ class Workers:
             hearing.cancel()
 
     def _round(self) -> bytes:
+        self._round_number += 1
         count, tokens = len(self._verified), self._options.tokens
-        results = target_pb2.RoundResults(
-            session_ids=list(self._verified),
-            epochs=[epoch for epoch, _ in self._verified.values()],
-            token_counts=[tokens] * count,
-            tokens=[_now_token()] * count * tokens,
-            accepted_counts=[tokens - 1] * count,
-            accepted_sources=[2] * (count * (tokens - 1)),
-            selected_counts=[tokens - 1] * count,
-            finishes=[target_pb2.FINISH_UNSPECIFIED] * count,
-            cached_tokens=[0] * count,
-            lost=[0] * count,
-            tree_ends=[target_pb2.TREE_END_COVERED] * count,
-            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
-        )
-        for row, (session_id, (epoch, length)) in enumerate(self._verified.items()):
-            self._verified[session_id] = epoch, length + tokens
-            if length + tokens >= _PROMPT + _NEW:
+        results = self._results
+        if results.session_ids[:] != list(self._verified):
+            results.Clear()
+            results.MergeFrom(
+                target_pb2.RoundResults(
+                    session_ids=list(self._verified),
+                    epochs=[epoch for epoch, _ in self._verified.values()],
+                    token_counts=[tokens] * count,
+                    accepted_counts=[tokens - 1] * count,
+                    accepted_sources=[2] * (count * (tokens - 1)),
+                    selected_counts=[tokens - 1] * count,
+                    finishes=[target_pb2.FINISH_UNSPECIFIED] * count,
+                    cached_tokens=[0] * count,
+                    lost=[0] * count,
+                    tree_ends=[target_pb2.TREE_END_COVERED] * count,
+                    report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
+                )
+            )
+        results.tokens[:] = [_now_token()] * (count * tokens)
+        for row, (session_id, (_, before)) in enumerate(list(self._verified.items())):
+            emitted = tokens * (self._round_number - before)
+            if not row:
+                self._reported_s[session_id, _PROMPT + emitted - tokens] = time.perf_counter()
+            if emitted >= _NEW:
                 results.finishes[row] = target_pb2.FINISH_LENGTH
-        first = next(iter(self._verified))
-        self._ended[self._verified[first][1]] = time.perf_counter()
-        for session_id in [one for one, (_, length) in self._verified.items() if length >= _PROMPT + _NEW]:
-            del self._verified[session_id]
+                del self._verified[session_id]
         return results.SerializeToString()
 
     async def _hear_target(self, requests: AsyncIterator[bytes]) -> None:
         async for data in requests:
             commands = target_pb2.RoundCommands.FromString(data)
             for opening in commands.opens:
-                self._verified[opening.session_id] = opening.epoch, len(opening.prompt) // 4
+                self._verified[opening.session_id] = opening.epoch, self._round_number
             for session_id in commands.close_session_ids:
                 self._verified.pop(session_id, None)
-            self._holds += list(commands.bounds.allow).count(0)
+            self._holds += commands.bounds.allow[:].count(0)
             if commands.growth.session_ids:
                 self._relayed += 1
-                sent_s = self._sent_s.pop(commands.growth.node_ids[0], None)
+                sent_s = self._sent_s.pop(commands.growth.node_ids[:4], None)
                 if sent_s is not None:
                     self._growth_s.append(time.perf_counter() - sent_s)
 
     async def _speculate(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        self._note_stream()
         hearing = asyncio.create_task(self._hear_draft(requests))
         due = time.perf_counter()
         try:
@@ -317,39 +344,43 @@ class Workers:
             hearing.cancel()
 
     def _step(self) -> bytes:
-        count, nodes = len(self._grown), self._options.nodes
-        first = self._node_id + 1
-        self._node_id += count * nodes
-        self._sent_s[first] = time.perf_counter()
-        return draft_pb2.DraftGrowth(
-            session_ids=list(self._grown),
-            epochs=[epoch for epoch, _ in self._grown.values()],
-            as_of=[length for _, length in self._grown.values()],
-            node_counts=[nodes] * count,
-            node_ids=range(first, self._node_id + 1),
-            parents=[0] * (count * nodes),
-            tokens=[5] * (count * nodes),
-            acceptance=floats_to_bytes([0.5] * (count * nodes)),
-            complete=[False] * count,
-            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
-            source=common_pb2.GROWTH_SOURCE_MODEL,
-        ).SerializeToString()
+        self._step_number += 1
+        count, nodes, growth = len(self._grown), self._options.nodes, self._growth
+        if growth.session_ids[:] != list(self._grown):
+            growth.Clear()
+            growth.MergeFrom(
+                draft_pb2.DraftGrowth(
+                    session_ids=list(self._grown),
+                    epochs=list(self._grown.values()),
+                    as_of=[_PROMPT] * count,
+                    node_counts=[nodes] * count,
+                    node_ids=uints_to_bytes(range(1, count * nodes + 1)),
+                    parents=uints_to_bytes([0] * (count * nodes)),
+                    tokens=uints_to_bytes([5] * (count * nodes)),
+                    acceptance=floats_to_bytes([0.5] * (count * nodes)),
+                    complete=[False] * count,
+                    report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
+                    source=common_pb2.GROWTH_SOURCE_MODEL,
+                )
+            )
+        # The first node's id is the step's name.
+        name = uints_to_bytes([_STEP_NAMES + self._step_number])
+        growth.node_ids = name + growth.node_ids[4:]
+        self._sent_s[name] = time.perf_counter()
+        return growth.SerializeToString()
 
     async def _hear_draft(self, requests: AsyncIterator[bytes]) -> None:
         async for data in requests:
             commands = draft_pb2.DraftCommands.FromString(data)
             for opening in commands.opens:
-                self._grown[opening.session_id] = opening.epoch, (len(opening.prompt) + len(opening.output)) // 4
-            batch = commands.commits
-            for session_id, position in zip(batch.session_ids, batch.positions, strict=True):
-                if session_id in self._grown:
-                    self._grown[session_id] = self._grown[session_id][0], position + self._options.tokens
+                self._grown[opening.session_id] = opening.epoch
             for session_id in commands.close_session_ids:
                 self._grown.pop(session_id, None)
-            if batch.positions:
-                ended_s = self._ended.pop(batch.positions[0] + self._options.tokens, None)
-                if ended_s is not None:
-                    self._commit_s.append(time.perf_counter() - ended_s)
+            commits = commands.commits
+            if commits.positions:
+                reported_s = self._reported_s.pop((commits.session_ids[0], commits.positions[0]), None)
+                if reported_s is not None:
+                    self._commit_s.append(time.perf_counter() - reported_s)
 
 
 if __name__ == "__main__":

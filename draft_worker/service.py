@@ -23,7 +23,7 @@ from outrider.front.calls import Call, SessionStream
 from outrider.roles.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2
-from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
+from outrider.wire import floats_to_bytes, split_by_counts, uints_from_bytes, uints_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _check_columns(message: draft_pb2.DraftCommands) -> None:
 
 def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: DraftStream) -> SessionStart:
     try:
-        prompt, output = tokens_from_bytes(opened.prompt), tokens_from_bytes(opened.output)
+        prompt, output = uints_from_bytes(opened.prompt).tolist(), uints_from_bytes(opened.output).tolist()
     except ValueError as error:
         raise InvalidRequest([FieldViolation("prompt", f"whole uint32 tokens needed: {error}")]) from error
     if opened.limits.mode not in _MODES:
@@ -191,9 +191,9 @@ def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
         epochs=growth.epochs,
         as_of=growth.as_of,
         node_counts=growth.counts,
-        node_ids=growth.node_ids,
-        parents=growth.parents,
-        tokens=growth.tokens,
+        node_ids=uints_to_bytes(growth.node_ids),
+        parents=uints_to_bytes(growth.parents),
+        tokens=uints_to_bytes(growth.tokens),
         acceptance=floats_to_bytes(growth.acceptance),
         complete=growth.complete,
         report=report,

@@ -13,7 +13,7 @@ from typing import Any
 from outrider import rpc
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
+from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes, uints_to_bytes
 
 # Most nodes of a path that one round accepts, as of a request's own limits.
 _DEPTH = 16
@@ -183,7 +183,7 @@ class FakeCoordinator:
             common_pb2.SessionOpen(
                 session_id=number,
                 epoch=1,
-                prompt=tokens_to_bytes([self._chance.randrange(load.vocab_size) for _ in range(load.prompt_tokens)]),
+                prompt=uints_to_bytes([self._chance.randrange(load.vocab_size) for _ in range(load.prompt_tokens)]),
                 sampling=SamplingSpec(temperature=load.temperature, seed=number, max_new_tokens=1 << 16).to_proto(),
                 limits=limits,
             )
@@ -198,7 +198,8 @@ class FakeCoordinator:
                 raise RuntimeError(f"the worker refused: {message.errors[0].message}")
             self._steps = message.load.steps
             acceptance = floats_from_bytes(message.acceptance).tolist()
-            parents, node_ids, tokens = list(message.parents), list(message.node_ids), list(message.tokens)
+            columns = map(uints_from_bytes, (message.parents, message.node_ids, message.tokens))
+            parents, node_ids, tokens = (column.tolist() for column in columns)
             spans = split_by_counts(message.node_counts)
             for number, as_of, span in zip(message.session_ids, message.as_of, spans, strict=True):
                 session = self._sessions[number]

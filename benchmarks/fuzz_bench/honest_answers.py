@@ -9,7 +9,7 @@ import itertools
 from benchmarks.fuzz_bench.tiny_service import MODEL_LEN, VOCAB_SIZE
 
 from outrider.v1 import common_pb2, draft_pb2, registry_pb2, target_pb2
-from outrider.wire import floats_to_bytes
+from outrider.wire import floats_to_bytes, uints_to_bytes
 
 _SLOTS = 100
 
@@ -116,7 +116,7 @@ class Grower:
         for session_id, (_, length) in self._sessions.items():
             self._last[session_id] = length, next(self._ids), next(self._ids)
             self._add(growth, session_id, *self._last[session_id], again=False)
-        growth.acceptance = floats_to_bytes([0.9] * len(growth.tokens))
+        growth.acceptance = floats_to_bytes([0.9] * sum(growth.node_counts))
         return growth
 
     def _add(
@@ -129,6 +129,6 @@ class Grower:
         growth.complete.append(True)
         growth.forgot.append(False)
         growth.again.append(again)
-        growth.node_ids.extend((first, second))
-        growth.parents.extend((0, first))
-        growth.tokens.extend((as_of % VOCAB_SIZE, 7))
+        growth.node_ids += uints_to_bytes((first, second))
+        growth.parents += uints_to_bytes((0, first))
+        growth.tokens += uints_to_bytes((as_of % VOCAB_SIZE, 7))

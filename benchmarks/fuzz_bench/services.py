@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, registry_pb2, target_pb2
-from outrider.wire import floats_to_bytes, tokens_to_bytes
+from outrider.wire import floats_to_bytes, uints_from_bytes, uints_to_bytes
 
 Status = grpc.StatusCode
 _ANSWERED = frozenset({Status.OK, Status.INVALID_ARGUMENT})
@@ -178,7 +178,7 @@ def _open(number: int) -> common_pb2.SessionOpen:
         max_nodes=6,
     )
     return common_pb2.SessionOpen(
-        session_id=5, epoch=1, prompt=tokens_to_bytes(PROMPT), output=b"", sampling=state, limits=limits
+        session_id=5, epoch=1, prompt=uints_to_bytes(PROMPT), output=b"", sampling=state, limits=limits
     )
 
 
@@ -186,7 +186,7 @@ def _distributions(number: int, nodes: Sequence[int]) -> common_pb2.DraftDistrib
     if number % 4 != 3:
         return None
     return common_pb2.DraftDistributions(
-        counts=[1] * len(nodes), token_ids=tokens_to_bytes(nodes), weights=tokens_to_bytes([1 << 24] * len(nodes))
+        counts=[1] * len(nodes), token_ids=uints_to_bytes(nodes), weights=uints_to_bytes([1 << 24] * len(nodes))
     )
 
 
@@ -206,9 +206,9 @@ def _verifications(number: int) -> Sequence[Sequence[Message]]:
         places=[0],
         as_of=[length],
         node_counts=[2],
-        node_ids=[1, 2],
-        parents=[0, 1],
-        tokens=chain,
+        node_ids=uints_to_bytes([1, 2]),
+        parents=uints_to_bytes([0, 1]),
+        tokens=uints_to_bytes(chain),
         acceptance=floats_to_bytes([0.9, 0.8]),
         sources=[common_pb2.GROWTH_SOURCE_MODEL] * 2,
         distributions=_distributions(number, chain),
@@ -255,7 +255,8 @@ def _speculations(number: int) -> Sequence[Sequence[Message]]:
 def _judge_growth(payloads: Sequence[bytes], answer: Answer) -> None:
     for data in answer.responses:
         growth = draft_pb2.DraftGrowth.FromString(data)
-        assert sum(growth.node_counts) == len(growth.tokens) == len(growth.parents) == len(growth.node_ids)
+        tokens = uints_from_bytes(growth.tokens)
+        assert 4 * sum(growth.node_counts) == 4 * len(tokens) == len(growth.parents) == len(growth.node_ids)
         for name in ("forgot", "again"):
             assert len(getattr(growth, name)) in (0, len(growth.session_ids)), f"{name}: not one for each session"
-        assert all(token < VOCAB_SIZE for token in growth.tokens)
+        assert all(token < VOCAB_SIZE for token in tokens)

@@ -5,6 +5,7 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
                                                          scheduler <── GrowthBatch ── draft
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
+from outrider.wire import split_by_counts
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.request_trace import RequestTrace
@@ -299,12 +301,33 @@ class Outcome(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+_TREE_ENDS = {int(end): end for end in TreeEnd}
+
+
+def _by_session(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return counts by source, session by session."""
+    return list(zip(counts[0::3], counts[1::3], counts[2::3], strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundResults:
-    """Results of one round of a target for its sessions here.
+    """Results of one round of a target for its S sessions here, in columns: M tokens, A of them accepted nodes.
 
     Attributes:
-        outcomes: by session.
+        session_ids: [S]
+        epochs: [S]
+        token_counts: [S]
+        tokens: [M] committed.
+        accepted_counts: [S]
+        selected_counts: [S]
+        selected_by_source: [3 S]; empty: all are a model's alone.
+        grown_by_source: [3 S]; empty: no drafter in the target has grown any.
+        accepted_sources: [A]
+        finishes: [S] 0 where the session goes on.
+        cached_tokens: [S]
+        lost: [S]
+        tree_ends: [S]
+        logprobs: by row, of the sessions that asked for them.
         faults: (session id, epoch, why) of sessions that the target has closed or not opened.
         step_ns: from the round's begin to its end.
         forward_ns: of these, the model's forward and the choices.
@@ -313,13 +336,53 @@ class RoundResults:
         number: of the message on this stream, from 1.
     """
 
-    outcomes: Sequence[Outcome]
+    session_ids: Sequence[int]
+    epochs: Sequence[int]
+    token_counts: Sequence[int]
+    tokens: Sequence[int]
+    accepted_counts: Sequence[int]
+    selected_counts: Sequence[int]
+    selected_by_source: Sequence[int]
+    grown_by_source: Sequence[int]
+    accepted_sources: Sequence[int]
+    finishes: Sequence[int]
+    cached_tokens: Sequence[int]
+    lost: Sequence[int]
+    tree_ends: Sequence[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     faults: Sequence[tuple[int, int, SessionFault]] = ()
     step_ns: int = 0
     forward_ns: int = 0
     rows: int = 0
     plain_ns: int = 0
     number: int = 0
+
+    @functools.cached_property
+    def outcomes(self) -> list[Outcome]:
+        """The columns by session. Drafts hear what was committed before these are made."""
+        selected = self.selected_counts[:]
+        by_source = _by_session(self.selected_by_source[:]) or ((count, 0, 0) for count in selected)
+        grown = _by_session(self.grown_by_source[:]) or itertools.repeat((0, 0, 0), len(selected))
+        tokens, sources = self.tokens[:], self.accepted_sources[:]
+        # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
+        columns = zip(
+            self.session_ids[:],
+            self.epochs[:],
+            [tokens[span] for span in split_by_counts(self.token_counts[:])],
+            self.accepted_counts[:],
+            selected,
+            by_source,
+            grown,
+            [sources[span] for span in split_by_counts(self.accepted_counts[:])],
+            map(bool, self.finishes[:]),
+            self.cached_tokens[:],
+            self.lost[:],
+            # An end that a newer target knows is none.
+            map(_TREE_ENDS.get, self.tree_ends[:], itertools.repeat(TreeEnd.NONE)),
+            map(self.logprobs.get, range(len(selected))),
+            strict=True,
+        )
+        return list(itertools.starmap(Outcome, columns))
 
 
 class Commit(NamedTuple):
@@ -333,23 +396,25 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Commits:
-    """What S sessions have committed together, in columns as of `Commit`."""
+    """What S sessions have committed together, M tokens in all.
+
+    Attributes:
+        session_ids: [S]
+        epochs: [S]
+        positions: [S] as of `Commit`.
+        token_counts: [S]
+        tokens: [M]
+    """
 
     session_ids: Sequence[int]
     epochs: Sequence[int]
     positions: Sequence[int]
-    token_ids: Sequence[Sequence[int]]
-
-    @classmethod
-    def of(cls, commits: Sequence[Commit]) -> Self:
-        """These; at least one."""
-        session_ids, epochs, positions, token_ids = zip(*commits, strict=True)
-        return cls(session_ids=session_ids, epochs=epochs, positions=positions, token_ids=token_ids)
+    token_counts: Sequence[int]
+    tokens: Sequence[int]
 
     def __iter__(self) -> Iterator[Commit]:
-        return itertools.starmap(
-            Commit, zip(self.session_ids, self.epochs, self.positions, self.token_ids, strict=True)
-        )
+        token_ids = (self.tokens[span] for span in split_by_counts(self.token_counts))
+        return map(Commit, self.session_ids, self.epochs, self.positions, token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,13 +478,28 @@ class GrowthBatch:
     complete: Sequence[bool]
     forgot: Sequence[bool]
     again: Sequence[bool]
-    node_ids: Sequence[int]
-    parents: Sequence[int]
-    tokens: Sequence[int]
+    node_ids: npt.NDArray[np.uint32]
+    parents: npt.NDArray[np.uint32]
+    tokens: npt.NDArray[np.uint32]
     acceptance: npt.NDArray[np.float32]
     distributions: Sequence[DraftDistribution | None] = ()
     source: GrowthSource = GrowthSource.MODEL
     steps: int = 1
+
+    def nodes_of(self, rows: Sequence[int]) -> slice | npt.NDArray[np.bool_]:
+        """Return what takes the nodes of some rows, in rising order, from a column of nodes."""
+        if len(rows) == len(self.node_counts):
+            return slice(None)
+        is_one = np.zeros(len(self.node_counts), np.bool_)
+        is_one[list(rows)] = True
+        return np.repeat(is_one, self.node_counts[:])
+
+    def count_parents(self, rows: Sequence[int]) -> int:
+        """Count the nodes that have children among the nodes of some rows; a row's parents are its own."""
+        owners = np.repeat(np.arange(len(self.node_counts)) << 32, self.node_counts[:])
+        nodes = self.nodes_of(rows)
+        parents = np.sort(owners[nodes] | self.parents[nodes])
+        return int(np.count_nonzero(np.diff(parents))) + 1 if len(parents) else 0
 
     def of_session(self, place: int) -> Growth:
         """One session's part."""
@@ -429,9 +509,9 @@ class GrowthBatch:
             session_id=self.session_ids[place],
             epoch=self.epochs[place],
             as_of=self.as_of[place],
-            node_ids=self.node_ids[nodes],
-            parents=self.parents[nodes],
-            tokens=self.tokens[nodes],
+            node_ids=self.node_ids[nodes].tolist(),
+            parents=self.parents[nodes].tolist(),
+            tokens=self.tokens[nodes].tolist(),
             acceptance=self.acceptance[nodes].tolist(),
             distributions=self.distributions[nodes] or [None] * count,
             complete=self.complete[place],

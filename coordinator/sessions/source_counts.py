@@ -17,7 +17,7 @@ class SourceTally:
     __slots__ = ("_accepted", "_grown", "_submitted")
 
     def __init__(self) -> None:
-        # By source, in their order.
+        # By source, in the order of their numbers, which begin with 1.
         self._grown, self._submitted = ([0] * len(_SOURCES) for _ in range(2))
         # By bit set, since that is how nodes come: which sources have proposed them.
         self._accepted = Counter[int]()
@@ -31,7 +31,7 @@ class SourceTally:
 
     def note_growth(self, source: GrowthSource, nodes: int) -> None:
         """So many nodes of a source have come."""
-        self._grown[_SOURCES.index(source)] += nodes
+        self._grown[source - 1] += nodes
 
     def note_round(self, outcome: Outcome) -> None:
         """Count the nodes of a round that were verified, those that were accepted, and what has grown at the target."""

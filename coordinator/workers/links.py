@@ -1,7 +1,6 @@
 """The coordinator's ends of the worker streams: messages to protocol buffers and back."""
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import grpc
@@ -12,13 +11,11 @@ from outrider.coordinator.sessions.messages import (
     Commits,
     FaultKind,
     GrowthBatch,
-    Outcome,
     RoundResults,
     SessionFault,
     SessionOpening,
     SpeculationMode,
     TokenLogprobs,
-    TreeEnd,
 )
 from outrider.coordinator.workers.answers import check_report, check_results
 from outrider.coordinator.workers.growth import growth_batch
@@ -27,7 +24,7 @@ from outrider.drafting.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
+from outrider.wire import floats_from_bytes, uints_to_bytes
 
 _MODES = {
     SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
@@ -40,12 +37,6 @@ _FAULT_KINDS = {
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: FaultKind.REFUSED,
     grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
     grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
-}
-
-_TREE_ENDS = {
-    target_pb2.TREE_END_COVERED: TreeEnd.COVERED,
-    target_pb2.TREE_END_MISSED: TreeEnd.MISSED,
-    target_pb2.TREE_END_STARVED: TreeEnd.STARVED,
 }
 
 
@@ -71,8 +62,8 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
     return common_pb2.SessionOpen(
         session_id=opening.session_id,
         epoch=opening.epoch,
-        prompt=tokens_to_bytes(opening.prompt),
-        output=tokens_to_bytes(opening.output),
+        prompt=uints_to_bytes(opening.prompt),
+        output=uints_to_bytes(opening.output),
         sampling=opening.sampling.to_proto(),
         limits=common_pb2.SpeculationLimits(
             mode=_MODES[opening.mode],
@@ -194,32 +185,22 @@ class _Part(IntEnum):
 
 
 def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResults:
-    logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
-    tokens, sources = list(response.tokens), list(response.accepted_sources)
-    selected_by_source = list(response.selected_by_source)
-    if not selected_by_source:
-        selected_by_source = [count for selected in response.selected_counts for count in (selected, 0, 0)]
-    grown_by_source = list(response.grown_by_source) or [0] * len(selected_by_source)
-    # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
-    columns = zip(
-        response.session_ids,
-        response.epochs,
-        [tokens[span] for span in split_by_counts(response.token_counts)],
-        response.accepted_counts,
-        response.selected_counts,
-        _by_session(selected_by_source),
-        _by_session(grown_by_source),
-        [sources[span] for span in split_by_counts(response.accepted_counts)],
-        [finish != target_pb2.FINISH_UNSPECIFIED for finish in response.finishes],
-        response.cached_tokens,
-        response.lost,
-        [_TREE_ENDS.get(end, TreeEnd.NONE) for end in response.tree_ends],
-        map(logprobs.get, range(len(response.session_ids))),
-        strict=True,
-    )
     report = response.report
     return RoundResults(
-        outcomes=list(itertools.starmap(Outcome, columns)),
+        session_ids=response.session_ids,
+        epochs=response.epochs,
+        token_counts=response.token_counts,
+        tokens=response.tokens,
+        accepted_counts=response.accepted_counts,
+        selected_counts=response.selected_counts,
+        selected_by_source=response.selected_by_source,
+        grown_by_source=response.grown_by_source,
+        accepted_sources=response.accepted_sources,
+        finishes=response.finishes,
+        cached_tokens=response.cached_tokens,
+        lost=response.lost,
+        tree_ends=response.tree_ends,
+        logprobs={entry.row: _logprobs(entry) for entry in response.logprobs},
         faults=[(error.session_id, error.epoch, _fault(error)) for error in response.errors],
         step_ns=report.step_ns,
         forward_ns=report.forward_ns,
@@ -227,11 +208,6 @@ def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResul
         plain_ns=report.plain_ns,
         number=number,
     )
-
-
-def _by_session(counts: Sequence[int]) -> Iterable[tuple[int, int, int]]:
-    """Return counts by source, session by session."""
-    return zip(counts[0::3], counts[1::3], counts[2::3], strict=True)
 
 
 def _fault(error: common_pb2.SessionError) -> SessionFault:
@@ -259,7 +235,7 @@ class DraftLink(WorkerLink):
 
     # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
     # rests (`front.process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
-    unread_bytes = 32 << 10
+    unread_bytes = 64 << 10
 
     def __init__(
         self,
@@ -297,8 +273,8 @@ class DraftLink(WorkerLink):
         batch.session_ids.extend(commits.session_ids)
         batch.epochs.extend(commits.epochs)
         batch.positions.extend(commits.positions)
-        batch.token_counts.extend(map(len, commits.token_ids))
-        batch.tokens.extend(itertools.chain.from_iterable(commits.token_ids))
+        batch.token_counts.extend(commits.token_counts)
+        batch.tokens.extend(commits.tokens)
         self._flush()
 
     def ask_again(self, session_id: int, epoch: int) -> None:

@@ -15,7 +15,6 @@ from typing import Protocol
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
-    Commit,
     Commits,
     FaultKind,
     GrowthBatch,
@@ -31,7 +30,7 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
-from outrider.wire import floats_to_bytes, split_by_counts
+from outrider.wire import entries_of, floats_to_bytes, rows_of, uints_to_bytes
 
 # Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
 # writes would delay results and growth; what a request gets until it is its turn goes out as one message.
@@ -99,44 +98,49 @@ class Relay:
         if peer is None:
             self._totals.dropped_nodes += len(growth.node_ids)
             return
-        grown_sessions = expanded = relayed = 0
-        parts: defaultdict[str, list[tuple[int, Session, int]]] = defaultdict(list)
-        drafter = Drafter(worker_id, growth.source)
+        source, is_model = growth.source, growth.source is GrowthSource.MODEL
+        grown, relayed = list[int](), 0
+        # By target: row, epoch there and place of each session's part.
+        parts: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        drafter = Drafter(worker_id, source)
         columns = zip(
-            growth.session_ids, growth.epochs, growth.again, growth.forgot, growth.complete,
-            split_by_counts(growth.node_counts), growth.node_counts, strict=True,
+            growth.session_ids[:], growth.epochs[:], growth.again, growth.forgot, growth.complete,
+            growth.node_counts[:], strict=True,
         )  # fmt: skip
-        for number, (session_id, epoch, is_again, has_forgotten, is_complete, span, count) in enumerate(columns):
+        for row, (session_id, epoch, is_again, has_forgotten, is_complete, count) in enumerate(columns):
             session = self._sessions.get(session_id)
             # What a worker grows without having been asked for this source has no place.
-            if session is None or drafter not in session.places or session.draft_epochs[worker_id] != epoch:
+            if session is None or session.draft_epochs.get(worker_id) != epoch or drafter not in session.places:
                 continue
             if session.is_watched:
-                self._show_growth(drafter, session, growth, number)
+                self._show_growth(drafter, session, growth, row)
             if count and not is_again:
                 taken += count
-                session.sources.note_growth(growth.source, count)
-                if session.mode is _ASYNC:
-                    grown_sessions += 1
-                    # Nodes of one step that have the same parent were grown by expanding it.
-                    expanded += len(set(growth.parents[span]))
+                session.sources.note_growth(source, count)
+                if is_model and session.mode is _ASYNC:
+                    grown.append(row)
             # None while it is nowhere.
             if (target := self._targets.get(session.target_id or "")) is None:
                 continue
             relayed += count
             if is_again or has_forgotten:
-                self._tell_changes(target, session, drafter, growth, number)
+                self._tell_changes(target, session, drafter, growth, row)
             if count or is_complete:
-                parts[target.worker_id].append((number, session, session.places.index(drafter)))
+                parts[target.worker_id].append((row, session.target_epoch, session.places.index(drafter)))
         self._totals.dropped_nodes += len(growth.node_ids) - relayed
-        self._totals.sources.note_growth(drafter.source, taken)
-        if growth.source is GrowthSource.MODEL:
-            step_ns = peer.link.step_latency.mean_ns
-            demand = self._totals.demand
-            demand.note_growth(step_ns, steps=growth.steps, sessions=grown_sessions, expanded=expanded)
+        self._totals.sources.note_growth(source, taken)
+        if is_model:
+            # Nodes of one step that have the same parent were grown by expanding it.
+            self._totals.demand.note_growth(
+                peer.link.step_latency.mean_ns,
+                steps=growth.steps,
+                sessions=len(grown),
+                expanded=growth.count_parents(grown),
+            )
         self._has_grown = self._has_grown or bool(parts)
         for target_id, part in parts.items():
-            self._targets[target_id].link.grow(_relayed(growth, part))
+            rows, epochs, places = zip(*part, strict=True)
+            self._targets[target_id].link.grow(_relayed(growth, rows, epochs, places))
 
     @staticmethod
     def _show_growth(drafter: Drafter, session: Session, growth: GrowthBatch, number: int) -> None:
@@ -167,15 +171,16 @@ class Relay:
         if target is None:
             return
         told = [
-            (session, outcome)
-            for outcome in results.outcomes
-            if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is not None
+            (row, session)
+            for row, (session_id, epoch) in enumerate(zip(results.session_ids[:], results.epochs[:], strict=True))
+            if (session := self._session_of(target, session_id, epoch)) is not None
         ]
         try:
-            self._commit(told)
+            self._commit(told, results)
         finally:
             # Kept whatever becomes of that.
-            self._take(target, told, results, now_ns)
+            outcomes = results.outcomes
+            self._take(target, [(session, outcomes[row]) for row, session in told], results, now_ns)
 
     def _take(
         self, target: TargetPeer, told: Sequence[tuple[Session, Outcome]], results: RoundResults, now_ns: int
@@ -211,19 +216,32 @@ class Relay:
                 self._owner.take_fault(session, fault)
         self._deliver_soon()
 
-    def _commit(self, told: Sequence[tuple[Session, Outcome]]) -> None:
-        """Tell drafts what their sessions have got, before anything else is done with it.
+    def _commit(self, told: Sequence[tuple[int, Session]], results: RoundResults) -> None:
+        """Tell drafts what their sessions, each with its row, have got, before anything else is done with it.
 
         A session that has ended with it, perhaps before the last token, is closed there next.
         """
-        commits: defaultdict[str, list[Commit]] = defaultdict(list)
-        for session, outcome in told:
-            if outcome.token_ids:
+        counts = results.token_counts[:]
+        # By draft: rows, epochs and positions.
+        parts: defaultdict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+        for row, session in told:
+            if counts[row]:
                 position = len(session.token_ids)
                 for draft_id, epoch in session.draft_epochs.items():
-                    commits[draft_id].append(Commit(session.session_id, epoch, position, outcome.token_ids))
-        for draft_id, own in commits.items():
-            self._drafts.peers[draft_id].link.commit(Commits.of(own))
+                    rows, epochs, positions = parts[draft_id]
+                    rows.append(row)
+                    epochs.append(epoch)
+                    positions.append(position)
+        for draft_id, (rows, epochs, positions) in parts.items():
+            self._drafts.peers[draft_id].link.commit(
+                Commits(
+                    session_ids=rows_of(results.session_ids, rows),
+                    epochs=epochs,
+                    positions=positions,
+                    token_counts=rows_of(results.token_counts, rows),
+                    tokens=entries_of(results.tokens, counts, rows),
+                )
+            )
 
     def _end(self, session: Session) -> None:
         """See to a session that has ended, as it should or not."""
@@ -296,30 +314,24 @@ class Relay:
             target.hold(session, is_held=is_held)
 
 
-def _relayed(growth: GrowthBatch, part: Sequence[tuple[int, Session, int]]) -> target_pb2.RelayedGrowth:
-    """Some sessions' parts of growth, each an index, session and place, under the names that their target knows."""
-    counts, as_of, complete = growth.node_counts, growth.as_of, growth.complete
-    node_ids, parents, tokens, acceptance = growth.node_ids, growth.parents, growth.tokens, growth.acceptance
-    distributions = growth.distributions
-    if len(part) < len(growth.session_ids):
-        numbers, spans = [number for number, _, _ in part], list(split_by_counts(counts))
-        nodes = [node for number in numbers for node in range(spans[number].start, spans[number].stop)]
-        counts, as_of = ([column[number] for number in numbers] for column in (counts, as_of))
-        complete = [complete[number] for number in numbers]
-        node_ids, parents, tokens = ([column[node] for node in nodes] for column in (node_ids, parents, tokens))
-        acceptance = acceptance[nodes]
-        distributions = distributions and [distributions[node] for node in nodes]
+def _relayed(
+    growth: GrowthBatch, rows: Sequence[int], epochs: Sequence[int], places: Sequence[int]
+) -> target_pb2.RelayedGrowth:
+    """Return some rows of growth under the epochs and places that their target knows."""
+    counts, complete, nodes = growth.node_counts, rows_of(growth.complete, rows), growth.nodes_of(rows)
+    tokens = growth.tokens[nodes]
+    distributions = growth.distributions and entries_of(growth.distributions, counts, rows)
     return target_pb2.RelayedGrowth(
-        session_ids=[session.session_id for _, session, _ in part],
-        epochs=[session.target_epoch for _, session, _ in part],
-        places=[place for _, _, place in part],
-        as_of=as_of,
-        node_counts=counts,
-        node_ids=node_ids,
-        parents=parents,
-        tokens=tokens,
-        acceptance=floats_to_bytes(acceptance),
-        sources=() if growth.source is GrowthSource.MODEL else [to_proto(growth.source)] * len(node_ids),
+        session_ids=rows_of(growth.session_ids, rows),
+        epochs=epochs,
+        places=places,
+        as_of=rows_of(growth.as_of, rows),
+        node_counts=rows_of(counts, rows),
+        node_ids=uints_to_bytes(growth.node_ids[nodes]),
+        parents=uints_to_bytes(growth.parents[nodes]),
+        tokens=uints_to_bytes(tokens),
+        acceptance=floats_to_bytes(growth.acceptance[nodes]),
+        sources=() if growth.source is GrowthSource.MODEL else [to_proto(growth.source)] * len(tokens),
         distributions=pack_distributions(distributions) if distributions else None,
         complete=complete if any(complete) else (),
     )

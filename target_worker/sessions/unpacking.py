@@ -34,7 +34,7 @@ from outrider.target_worker.sessions.requests import (
     SpeculationMode,
 )
 from outrider.v1 import common_pb2, target_pb2
-from outrider.wire import MOST_NODES, floats_from_bytes, tokens_from_bytes
+from outrider.wire import MOST_NODES, floats_from_bytes, uints_from_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,9 @@ def _column_lengths(message: target_pb2.RoundCommands) -> list[tuple[str, int, i
         ("growth.places", len(growth.places), grown),
         ("growth.as_of", len(growth.as_of), grown),
         ("growth.node_counts", len(growth.node_counts), grown),
-        ("growth.node_ids", len(growth.node_ids), nodes),
-        ("growth.parents", len(growth.parents), nodes),
-        ("growth.tokens", len(growth.tokens), nodes),
+        ("growth.node_ids, bytes", len(growth.node_ids), 4 * nodes),
+        ("growth.parents, bytes", len(growth.parents), 4 * nodes),
+        ("growth.tokens, bytes", len(growth.tokens), 4 * nodes),
         ("growth.acceptance, bytes", len(growth.acceptance), 4 * nodes),
         ("growth.sources", len(growth.sources), nodes if growth.sources else 0),
         ("growth.complete", len(growth.complete), grown if growth.complete else 0),
@@ -135,8 +135,8 @@ def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: Roun
         request = OpenRequest(
             key=key,
             epoch=epoch,
-            prompt=tokens_from_bytes(opening.prompt),
-            output=tokens_from_bytes(opening.output),
+            prompt=uints_from_bytes(opening.prompt).tolist(),
+            output=uints_from_bytes(opening.output).tolist(),
             sampling=SamplingSpec.from_proto(opening.sampling),
             weights=opening.weights,
             mode=_MODES[limits.mode],
@@ -197,7 +197,8 @@ def _grow_commands(
 
 def _unpack_growth(message: target_pb2.RoundCommands) -> Growth:
     growth = message.growth
-    nodes = len(growth.node_ids)
+    node_ids = uints_from_bytes(growth.node_ids).astype(np.int64)
+    nodes = len(node_ids)
     drafters = np.zeros(nodes, np.int64)
     drafters[: len(growth.sources)] = growth.sources
     # A number that a newer peer knows, and what has none.
@@ -213,9 +214,9 @@ def _unpack_growth(message: target_pb2.RoundCommands) -> Growth:
         places=list(growth.places),
         as_of=list(growth.as_of),
         counts=list(growth.node_counts),
-        node_ids=np.fromiter(growth.node_ids, np.int64, nodes),
-        parents=np.fromiter(growth.parents, np.int64, nodes),
-        tokens=np.fromiter(growth.tokens, np.int64, nodes),
+        node_ids=node_ids,
+        parents=uints_from_bytes(growth.parents).astype(np.int64),
+        tokens=uints_from_bytes(growth.tokens).astype(np.int64),
         acceptances=floats_from_bytes(growth.acceptance),
         drafters=drafters,
         distributions=distributions,

@@ -54,7 +54,7 @@ async def test_a_worker_that_answers_so_is_lost_and_nobody_gets_a_wrong_token(fo
 
 def test_messages_are_the_same_for_the_same_seed_and_reach_every_field():
     example = target_pb2.RoundCommands(
-        incarnation=1, growth=target_pb2.RelayedGrowth(session_ids=[1], tokens=[2, 3], parents=[0, 1])
+        incarnation=1, growth=target_pb2.RelayedGrowth(session_ids=[1], tokens=bytes(8), parents=bytes(8))
     )
     first, second = (MessageFuzzer(target_pb2.RoundCommands, seed=3) for _ in range(2))
     made = [first.message([example]) for _ in range(400)]

@@ -26,7 +26,7 @@ from outrider.coordinator.workers.links import Latency
 from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import target_pb2
-from outrider.wire import floats_from_bytes
+from outrider.wire import floats_from_bytes, uints_from_bytes
 
 VOCABULARY = 50
 PLACES = 4
@@ -61,13 +61,39 @@ def batch_of(*growths: Growth) -> GrowthBatch:
         complete=[growth.complete for growth in growths],
         forgot=[growth.forgot for growth in growths],
         again=[growth.again for growth in growths],
-        node_ids=column("node_ids"),
-        parents=column("parents"),
-        tokens=column("tokens"),
+        node_ids=np.array(column("node_ids"), np.uint32),
+        parents=np.array(column("parents"), np.uint32),
+        tokens=np.array(column("tokens"), np.uint32),
         acceptance=np.array(column("acceptance"), np.float32),
         distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
         source=source,
     )
+
+
+def results_of(outcomes: Sequence[Outcome], **more: Any) -> RoundResults:
+    """Results of several sessions as one message."""
+    return RoundResults(
+        session_ids=[outcome.session_id for outcome in outcomes],
+        epochs=[outcome.epoch for outcome in outcomes],
+        token_counts=[len(outcome.token_ids) for outcome in outcomes],
+        tokens=[token for outcome in outcomes for token in outcome.token_ids],
+        accepted_counts=[len(outcome.sources) for outcome in outcomes],
+        selected_counts=[outcome.selected for outcome in outcomes],
+        selected_by_source=[count for outcome in outcomes for count in outcome.selected_by_source],
+        grown_by_source=[count for outcome in outcomes for count in outcome.grown_by_source],
+        accepted_sources=[sources for outcome in outcomes for sources in outcome.sources],
+        finishes=[outcome.is_over for outcome in outcomes],
+        cached_tokens=[outcome.cached_tokens for outcome in outcomes],
+        lost=[outcome.lost for outcome in outcomes],
+        tree_ends=[outcome.tree_end for outcome in outcomes],
+        **more,
+    )
+
+
+def nodes_of(growth: target_pb2.RelayedGrowth) -> tuple[list[int], list[int], list[int]]:
+    """Ids, parents and tokens."""
+    ids, parents, tokens = map(uints_from_bytes, (growth.node_ids, growth.parents, growth.tokens))
+    return ids.tolist(), parents.tolist(), tokens.tolist()
 
 
 class Everything(set[int]):
@@ -212,6 +238,7 @@ class FakeTarget:
     def grow(self, growth: target_pb2.RelayedGrowth) -> None:
         self.grown.append(growth)
         begin, acceptance = 0, floats_from_bytes(growth.acceptance)
+        ids, parents, tokens = nodes_of(growth)
         columns = (growth.session_ids, growth.epochs, growth.places, growth.as_of, growth.node_counts)
         for number, (session_id, epoch, place, as_of, count) in enumerate(zip(*columns, strict=True)):
             nodes, begin = range(begin, begin + count), begin + count
@@ -223,13 +250,13 @@ class FakeTarget:
             own.is_lost = own.is_lost or self.loses_growth
             if not own.is_lost:
                 for node in nodes:
-                    above, parent = growth.parents[node], own.nodes.get(growth.parents[node])
+                    above, parent = parents[node], own.nodes.get(parents[node])
                     if above and parent is None:
                         continue
                     base = (as_of, ()) if parent is None else (parent.as_of, parent.path)
                     source = growth.sources[node] if growth.sources else GrowthSource.MODEL
-                    path = (*base[1], growth.tokens[node])
-                    own.nodes[growth.node_ids[node]] = Node(base[0], path, acceptance[node], source)
+                    path = (*base[1], tokens[node])
+                    own.nodes[ids[node]] = Node(base[0], path, acceptance[node], source)
             if growth.complete and growth.complete[number]:
                 session.complete_at = as_of
         self.wake()
@@ -262,7 +289,7 @@ class FakeTarget:
         """Close a session between two rounds, and say why."""
         session = self.sessions.pop(session_id)
         fault = SessionFault(kind=kind, message=message)
-        self.on_results(RoundResults(outcomes=[], faults=[(session_id, session.opening.epoch, fault)]))
+        self.on_results(results_of([], faults=[(session_id, session.opening.epoch, fault)]))
 
     async def _run(self) -> None:
         """Until there is nothing to do."""
@@ -331,8 +358,8 @@ class FakeTarget:
                 done[session_id] = list(outcomes[-1].token_ids)
         self.rounds.append(done)
         rows = sum(1 + outcome.selected for outcome in outcomes)
-        return RoundResults(
-            outcomes=outcomes,
+        return results_of(
+            outcomes,
             faults=faults,
             step_ns=1000,
             forward_ns=900,

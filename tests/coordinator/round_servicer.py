@@ -10,7 +10,7 @@ from tests.coordinator.fake_workers import FakeTarget
 from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionOpening, SpeculationMode
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
-from outrider.wire import floats_to_bytes, tokens_from_bytes
+from outrider.wire import floats_to_bytes, uints_from_bytes
 
 _MODES = {
     common_pb2.SPECULATION_MODE_ASYNC: SpeculationMode.ASYNC,
@@ -111,8 +111,8 @@ def _opening(message: common_pb2.SessionOpen) -> SessionOpening:
     return SessionOpening(
         session_id=message.session_id,
         epoch=message.epoch,
-        prompt=tokens_from_bytes(message.prompt),
-        output=tokens_from_bytes(message.output),
+        prompt=uints_from_bytes(message.prompt).tolist(),
+        output=uints_from_bytes(message.output).tolist(),
         sampling=SamplingSpec.from_proto(message.sampling),
         mode=_MODES[limits.mode],
         max_live_nodes=limits.max_live_nodes,

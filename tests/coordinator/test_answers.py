@@ -7,7 +7,7 @@ from outrider.coordinator.workers.answers import check_report, check_results, us
 from outrider.coordinator.workers.growth import growth_batch
 from outrider.drafting.growth_source import GrowthSource
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
-from outrider.wire import MOST_NODES, floats_to_bytes
+from outrider.wire import MOST_NODES, floats_to_bytes, uints_to_bytes
 
 
 def results(**changes) -> target_pb2.RoundResults:
@@ -49,7 +49,7 @@ def test_what_a_target_says_is_taken():
     "changes",
     [
         {"tokens": [5, 6, 7, 100]},
-        {"tokens": [5, 6, 7]},
+        {"tokens": uints_to_bytes([5, 6, 7])},
         {"tokens": [5, 6, 7, 8, 9]},
         {"token_counts": [4, 0]},
         {"session_ids": [7, 7]},
@@ -92,9 +92,9 @@ def growth(**changes) -> draft_pb2.DraftGrowth:
         "epochs": [1, 1],
         "as_of": [3, 5],
         "node_counts": [2, 0],
-        "node_ids": [1, 2],
-        "parents": [0, 1],
-        "tokens": [5, 6],
+        "node_ids": uints_to_bytes([1, 2]),
+        "parents": uints_to_bytes([0, 1]),
+        "tokens": uints_to_bytes([5, 6]),
         "acceptance": floats_to_bytes([0.5, 1.5]),
     }
     return draft_pb2.DraftGrowth(**columns | changes)
@@ -102,7 +102,8 @@ def growth(**changes) -> draft_pb2.DraftGrowth:
 
 def test_what_a_draft_says_is_taken():
     batch = growth_batch(growth(source=2, again=[True, False]), 100)
-    assert (batch.node_ids, batch.parents, batch.tokens) == ([1, 2], [0, 1], [5, 6])
+    columns = (batch.node_ids, batch.parents, batch.tokens)
+    assert [column.tolist() for column in columns] == [[1, 2], [0, 1], [5, 6]]
     assert batch.acceptance.tolist() == [0.5, 1.0]
     assert (batch.again, batch.forgot, batch.complete) == ([True, False], [False] * 2, [False] * 2)
     assert batch.source is GrowthSource.NGRAM
@@ -113,21 +114,21 @@ def test_what_a_draft_says_is_taken():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tokens": [5, 100]},
-        {"tokens": [5]},
+        {"tokens": uints_to_bytes([5, 100])},
+        {"tokens": uints_to_bytes([5])},
         {"node_counts": [1, 0]},
         # Wrong in two columns, alike.
-        {"node_counts": [2, 1], "tokens": [5, 6, 7]},
-        {"node_counts": [2, 1], "parents": [0, 1, 0], "tokens": [5, 6, 7]},
+        {"node_counts": [2, 1], "tokens": uints_to_bytes([5, 6, 7])},
+        {"node_counts": [2, 1], "parents": uints_to_bytes([0, 1, 0]), "tokens": uints_to_bytes([5, 6, 7])},
         {"as_of": [3]},
         {"epochs": []},
         {"again": [True]},
         {"forgot": [True] * 3},
         {"acceptance": floats_to_bytes([0.5, float("nan")])},
         # A target ends the whole coordinator's stream for any of these.
-        {"node_ids": [0, 1]},
-        {"node_ids": [1, 1 << 31]},
-        {"parents": [0, 1 << 31]},
+        {"node_ids": uints_to_bytes([0, 1])},
+        {"node_ids": uints_to_bytes([1, 1 << 31])},
+        {"parents": uints_to_bytes([0, 1 << 31])},
         {"as_of": [1 << 31, 5]},
         {"as_of": [0, 5]},
     ],
@@ -140,6 +141,7 @@ def test_growth_that_no_target_would_take_is_refused(changes):
 def test_a_message_has_no_more_nodes_of_a_session_than_a_pool_holds():
     def nodes(count: int) -> draft_pb2.DraftGrowth:
         columns = {"node_ids": range(1, count + 1), "parents": range(count), "tokens": [5] * count}
+        columns = {name: uints_to_bytes(column) for name, column in columns.items()}
         return growth(**columns, node_counts=[count, 0], acceptance=floats_to_bytes([0.5] * count))
 
     assert len(growth_batch(nodes(MOST_NODES), 100).node_ids) == MOST_NODES

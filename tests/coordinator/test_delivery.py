@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.coordinator.fake_workers import results_of
 from tests.coordinator.streams import LinkToStream, Stream, settle
 from tests.polling import until
 
@@ -61,7 +62,7 @@ def a_token_for_all(generation: Generation, token: int = 5, *, is_over: bool = F
         Outcome(session_id=session.session_id, epoch=session.target_epoch, token_ids=[token], is_over=is_over)
         for session in generation.sessions
     ]
-    return RoundResults(outcomes=outcomes)
+    return results_of(outcomes)
 
 
 def held(bench: Any, request: GenerationRequest) -> Generation:
@@ -112,7 +113,7 @@ async def begun(bench: Any, count: int, tokens: int, *, busy: asyncio.Event | No
 
 def a_token_each(readers: list[Reader], token: int, *, is_over: bool = False) -> RoundResults:
     parts = [a_token_for_all(reader.generation, token, is_over=is_over).outcomes for reader in readers]
-    return RoundResults(outcomes=list(itertools.chain.from_iterable(parts)))
+    return results_of(list(itertools.chain.from_iterable(parts)))
 
 
 def grow(bench: Any, reader: Reader) -> None:

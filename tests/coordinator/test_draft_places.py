@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tests.coordinator.fake_workers import results_of
 
 from outrider.coordinator.sessions.messages import (
     FaultKind,
     GenerationRequest,
     Growth,
     Outcome,
-    RoundResults,
     SessionFault,
     SessionOpening,
     SourceCounts,
@@ -357,7 +357,7 @@ async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_d
         ),
     )  # fmt: skip
     for outcome in rounds:
-        bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+        bench.scheduler.take_results("target", results_of([outcome]))
     assert bench.scheduler.source_counts() == [SourceCounts(EAGLE, drafted=6, submitted=3, accepted=1)]
 
 

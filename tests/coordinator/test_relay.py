@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.fake_workers import next_token
+from tests.coordinator.fake_workers import next_token, nodes_of, results_of
 
 from outrider.coordinator.sessions.messages import (
     FaultKind,
     Growth,
     Outcome,
-    RoundResults,
     SpeculationMode,
 )
 from outrider.coordinator.sessions.poison import LossKind
@@ -55,10 +54,6 @@ def right(session: Session, count: int) -> list[int]:
     return tokens[len(session.token_ids) :]
 
 
-def nodes_of(growth: Any) -> list[tuple[int, int, int]]:
-    return list(zip(growth.node_ids, growth.parents, growth.tokens, strict=True))
-
-
 async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_request):
     bench = make_bench()
     bench.limits.max_sessions = 2
@@ -80,10 +75,11 @@ async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_req
         assert list(growth.places) == [0, 0]
         assert list(growth.as_of) == [3, 3]
         assert list(growth.node_counts) == [len(trees[number]) for number in own]
-        assert list(growth.tokens) == [token for number in own for token in trees[number]]
-        assert list(growth.node_ids) == [node for number in own for node in batch[number].node_ids]
-        assert list(growth.parents) == [node for number in own for node in batch[number].parents]
-        assert floats_from_bytes(growth.acceptance).tolist() == [0.5] * len(growth.tokens)
+        ids, parents, tokens = nodes_of(growth)
+        assert tokens == [token for number in own for token in trees[number]]
+        assert ids == [node for number in own for node in batch[number].node_ids]
+        assert parents == [node for number in own for node in batch[number].parents]
+        assert floats_from_bytes(growth.acceptance).tolist() == [0.5] * len(tokens)
         assert (list(growth.sources), list(growth.complete)) == ([], [])
         assert not growth.HasField("distributions")
     assert bench.scheduler.totals.dropped_nodes == 0
@@ -114,11 +110,35 @@ async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_reque
     bench.grow("draft", *batch)
     (growth,) = target.grown
     assert list(growth.session_ids) == [chain.session_id, sync.session_id]
-    assert list(growth.tokens) == [8, 9, 10, 11]
+    assert nodes_of(growth)[2] == [8, 9, 10, 11]
     assert list(growth.complete) == [False, True]
     told = unpack_distributions(growth.distributions, 4)
     assert [None if q is None else q.token_ids.tolist() for q in told] == [[8], [9], None, None]
     assert bench.scheduler.totals.dropped_nodes == 2
+
+
+async def test_each_draft_hears_what_its_own_sessions_have_got(make_bench, make_request):
+    bench = make_bench()
+    bench.add_target().runs.clear()
+    drafts = {name: bench.add_draft(name, delay_s=1000.0) for name in ("one", "two")}
+    sessions = begin(bench, make_request, 5)
+    tokens = [[5, 6], [7], [], [8, 9, 10], [11]]
+    outcomes = [
+        Outcome(session.session_id, session.target_epoch, own, accepted=max(len(own) - 1, 0), selected=len(own),
+                sources=[2] * (len(own) - 1))
+        for session, own in zip(sessions, tokens, strict=True)
+    ]  # fmt: skip
+    # The last one says it of an opening that has passed.
+    outcomes[-1] = outcomes[-1]._replace(epoch=outcomes[-1].epoch + 1)
+    bench.scheduler.take_results("target", results_of(outcomes))
+    told = [own if session is not sessions[-1] else [] for session, own in zip(sessions, tokens, strict=True)]
+    for name, draft in drafts.items():
+        own = [number for number, session in enumerate(sessions) if name in session.draft_epochs]
+        assert 2 <= len(own) <= 3
+        for number in own:
+            session = sessions[number]
+            assert draft.sessions[session.session_id].tokens[session.prompt_length :] == told[number]
+    assert [session.token_ids[session.prompt_length :] for session in sessions] == told
 
 
 async def test_that_a_draft_has_nothing_to_say_is_told_where_it_ends_a_round(bench, make_request):
@@ -215,7 +235,7 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     # Both use the same ids.
     for source in (GrowthSource.MODEL, GrowthSource.NGRAM):
         bench.grow("draft", growth_of(session, [5, 6], source=source))
-    assert [(*growth.places, *growth.node_ids, *growth.sources) for growth in target.grown] == [
+    assert [(*growth.places, *nodes_of(growth)[0], *growth.sources) for growth in target.grown] == [
         (0, 1, 2), (1, 1, 2, 2, 2),
     ]  # fmt: skip
     counted = {own.source: own.drafted for own in bench.scheduler.source_counts()}
@@ -223,7 +243,7 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     # One of its trees is lost: it is asked once, for all.
     for lost in (0b10, 0b11):
         outcome = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=lost)
-        bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+        bench.scheduler.take_results("target", results_of([outcome]))
     assert draft.asked_again == [(1, session.draft_epochs["draft"])]
     del target.told[:]
     # It has forgotten before it sends what it has now.
@@ -232,13 +252,13 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.1", "grow 1.1 1"]
     # The other one is still on its way.
     other = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=0b01)
-    bench.scheduler.take_results("target", RoundResults(outcomes=[other]))
+    bench.scheduler.take_results("target", results_of([other]))
     assert len(draft.asked_again) == 1
     bench.grow("draft", growth_of(session, [7, 8], again=True))
     assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
     # Nothing of it has been grown anew.
     assert counted == {own.source: own.drafted for own in bench.scheduler.source_counts()}
-    bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+    bench.scheduler.take_results("target", results_of([outcome]))
     assert len(draft.asked_again) == 2
 
 
@@ -250,7 +270,7 @@ async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench
     (session,) = begin(bench, make_request)
     lost = Outcome(session_id=session.session_id, epoch=session.target_epoch, token_ids=(), lost=(1 << 32) - 1)
     bench.scheduler.remove_draft("first")
-    bench.scheduler.take_results("target", RoundResults(outcomes=[lost]))
+    bench.scheduler.take_results("target", results_of([lost]))
     assert [len(draft.asked_again) for draft in drafts] == [0, 1]
     # Nothing is committed by it, and no round of the session has ended.
     assert (session.output_length, bench.scheduler.totals.verify_steps) == (0, 0)
@@ -272,9 +292,7 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     second = bench.add_target("second", step_s=0.005)
     late = growth_of(session, right(session, 3), draft="one", first=900)
     # Somebody has been asked for what the first target had lost, and it will not hear of that any more.
-    bench.scheduler.take_results(
-        "first", RoundResults(outcomes=[Outcome(session_id=1, epoch=epoch, token_ids=(), lost=1)])
-    )
+    bench.scheduler.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=(), lost=1)]))
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
     assert session.target_epoch > epoch
     assert second.sessions[1].tokens == committed
@@ -288,9 +306,7 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     await asyncio.sleep(0.004)
     assert {told for told in second.told if told.startswith("RESENT")} == {"RESENT 1.0", "RESENT 1.1"}
     # What the first one still says is nobody's.
-    bench.scheduler.take_results(
-        "first", RoundResults(outcomes=[Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])])
-    )
+    bench.scheduler.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])]))
     assert session.token_ids[: len(committed)] == committed
     tokens = await reading
     assert tokens == expect_output(request.prompt_token_ids, request.sampling)

@@ -306,8 +306,8 @@ async def test_results_of_sessions_that_have_ended_are_nobodys(bench, make_reque
     await asyncio.sleep(0.003)
     (results,) = told
     (outcome,) = results.outcomes
-    for stranger in ({"epoch": outcome.epoch + 1}, {"session_id": outcome.session_id + 1}):
-        take(replace(results, outcomes=[outcome._replace(**stranger)]))
+    for stranger in ({"epochs": [outcome.epoch + 1]}, {"session_ids": [outcome.session_id + 1]}):
+        take(replace(results, **stranger))
     assert session.output_length == bench.scheduler.totals.emitted_tokens == 0
     generation.cancel()
     take(results)

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from tests.coordinator.fake_workers import Everything
+from tests.coordinator.fake_workers import Everything, results_of
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault, TokenDelta
+from outrider.coordinator.sessions.messages import FaultKind, Outcome, SessionFault, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import InternalError, InvalidRequest, Overloaded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
@@ -246,7 +246,7 @@ async def test_a_session_that_its_target_ends_before_its_time_is_opened_anew(ben
     await asyncio.sleep(0)
     del target.sessions[session_id]
     ended = Outcome(session_id=session_id, epoch=session.opening.epoch, token_ids=(), is_over=True)
-    target.on_results(RoundResults(outcomes=[ended]))
+    target.on_results(results_of([ended]))
     outputs, _ = await task
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
     assert bench.scheduler.totals.serving.reopened == 1
@@ -259,7 +259,7 @@ async def test_a_fault_that_tells_of_an_epoch_that_has_passed_is_nobodys(bench, 
     await asyncio.sleep(0.01)
     (session_id,) = target.sessions
     late = [(session_id, 99, SessionFault(kind=fault, message="late")), (77, 1, SessionFault(fault, "a stranger's"))]
-    target.on_results(RoundResults(outcomes=[], faults=late))
+    target.on_results(results_of([], faults=late))
     outputs, _ = await task
     assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
     assert bench.scheduler.totals.serving.reopened == 0

@@ -28,7 +28,7 @@ from outrider.v1 import (
     registry_pb2_grpc,
     target_pb2_grpc,
 )
-from outrider.wire import floats_to_bytes, tokens_from_bytes, tokens_to_bytes
+from outrider.wire import floats_to_bytes, uints_from_bytes, uints_to_bytes
 
 VOCABULARY = 256
 LOAD = common_pb2.WorkerLoad(sessions=3)
@@ -63,7 +63,7 @@ class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
             growth = draft_pb2.DraftGrowth(report=common_pb2.StepReport(step_ns=1_000_000))
             epochs = {}
             for opening in commands.opens:
-                lengths[opening.session_id] = len(tokens_from_bytes(opening.prompt))
+                lengths[opening.session_id] = len(uints_from_bytes(opening.prompt))
                 epochs[opening.session_id] = opening.epoch
             commits = commands.commits
             for session_id, epoch, position, count in zip(
@@ -76,9 +76,9 @@ class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
                 growth.epochs.append(epoch)
                 growth.as_of.append(lengths[session_id])
                 growth.node_counts.append(3)
-                growth.node_ids.extend(range(node_id + 1, node_id + 4))
-                growth.parents.extend([0, node_id + 1, node_id + 2])
-                growth.tokens.extend(next_token(lengths[session_id] + ahead) for ahead in range(3))
+                growth.node_ids += uints_to_bytes(range(node_id + 1, node_id + 4))
+                growth.parents += uints_to_bytes([0, node_id + 1, node_id + 2])
+                growth.tokens += uints_to_bytes([next_token(lengths[session_id] + ahead) for ahead in range(3)])
                 growth.complete.append(True)
                 node_id += 3
             growth.acceptance = floats_to_bytes([0.9] * 3 * len(epochs))
@@ -264,16 +264,31 @@ async def test_without_the_option_nothing_is_accepted_at_given_rates(coordinator
 
 def give_distributions(growth: draft_pb2.DraftGrowth, *, weight: int, ahead: int) -> None:
     """Every node's q is one token, `ahead` of the node's own."""
-    growth.distributions.counts.extend([1] * len(growth.tokens))
-    growth.distributions.token_ids = tokens_to_bytes([token + ahead for token in growth.tokens])
-    growth.distributions.weights = tokens_to_bytes([weight] * len(growth.tokens))
+    tokens = uints_from_bytes(growth.tokens)
+    growth.distributions.counts.extend([1] * len(tokens))
+    growth.distributions.token_ids = uints_to_bytes(tokens + ahead)
+    growth.distributions.weights = uints_to_bytes([weight] * len(tokens))
+
+
+def spoil_last_token(growth: draft_pb2.DraftGrowth) -> None:
+    tokens = uints_from_bytes(growth.tokens).tolist()
+    growth.tokens = uints_to_bytes([*tokens[:-1], tokens[-1] + VOCABULARY])
+
+
+def add_token(growth: draft_pb2.DraftGrowth) -> None:
+    growth.tokens += uints_to_bytes([1])
+
+
+def cut_token(growth: draft_pb2.DraftGrowth) -> None:
+    growth.tokens = growth.tokens[:-1]
 
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda growth: growth.tokens.extend([growth.tokens.pop() + VOCABULARY]), f"ids below {VOCABULARY} needed"),
-        (lambda growth: growth.tokens.append(1), "cannot be used"),
+        (spoil_last_token, f"ids below {VOCABULARY} needed"),
+        (add_token, "cannot be used"),
+        (cut_token, "multiple of element size"),
         (lambda growth: give_distributions(growth, weight=WEIGHT_SUM - 1, ahead=0), f"{WEIGHT_SUM - 1} given"),
         (lambda growth: give_distributions(growth, weight=WEIGHT_SUM, ahead=1), "own token"),
         (lambda growth: give_distributions(growth, weight=WEIGHT_SUM, ahead=VOCABULARY), "token ids from 0"),
@@ -293,7 +308,7 @@ async def test_growth_that_no_target_would_take_costs_the_draft_and_no_request(
 
 async def test_a_draft_that_sends_nonsense_again_and_again_is_left_alone(coordinator, model_folder):
     draft = Worker(
-        SpoiltDraft(lambda growth: growth.tokens.append(1)),
+        SpoiltDraft(add_token),
         registry_pb2.WORKER_ROLE_DRAFT,
         coordinator.address,
         model_folder,

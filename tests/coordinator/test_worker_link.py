@@ -23,7 +23,7 @@ from outrider.coordinator.workers.target_peer import WITHOUT_BOUND
 from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
-from outrider.wire import floats_to_bytes
+from outrider.wire import floats_to_bytes, uints_to_bytes
 
 TAKEN, RESENT = target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_RESENT
 PLACES = {TAKEN: "place", RESENT: "resent"}
@@ -62,8 +62,8 @@ def opening(session_id: int, epoch: int = 1) -> SessionOpening:
 
 def growth(session_id: int, as_of: int = 2) -> target_pb2.RelayedGrowth:
     return target_pb2.RelayedGrowth(
-        session_ids=[session_id], epochs=[1], places=[0], as_of=[as_of], node_counts=[1], node_ids=[1], parents=[0],
-        tokens=[5], acceptance=floats_to_bytes([0.5]),
+        session_ids=[session_id], epochs=[1], places=[0], as_of=[as_of], node_counts=[1], node_ids=uints_to_bytes([1]),
+        parents=uints_to_bytes([0]), tokens=uints_to_bytes([5]), acceptance=floats_to_bytes([0.5]),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from outrider.draft_worker.server import DraftWorkerConfig, serve
 from outrider.errors import CheckpointError, WorkerRefused
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, registry_pb2
-from outrider.wire import tokens_to_bytes
+from outrider.wire import uints_from_bytes, uints_to_bytes
 
 
 async def test_serves_registers_grows_and_stops(checkpoint: Path):
@@ -38,14 +38,14 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
     async with rpc.open_channel(address) as channel, asyncio.timeout(100):
         call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
         opening = common_pb2.SessionOpen(
-            session_id=1, epoch=1, prompt=tokens_to_bytes([3, 4, 5]), sampling=SamplingSpec(temperature=1.0).to_proto()
+            session_id=1, epoch=1, prompt=uints_to_bytes([3, 4, 5]), sampling=SamplingSpec(temperature=1.0).to_proto()
         )
         await call.write(draft_pb2.DraftCommands(incarnation=1, opens=[opening]))
         growth = await call.read()
         assert list(growth.as_of) == [3]
         assert len(growth.node_ids) > 0
         commit = draft_pb2.CommitBatch(
-            session_ids=[1], epochs=[1], positions=[3], token_counts=[1], tokens=[growth.tokens[0]]
+            session_ids=[1], epochs=[1], positions=[3], token_counts=[1], tokens=uints_from_bytes(growth.tokens)[:1]
         )
         await call.write(draft_pb2.DraftCommands(incarnation=1, commits=commit))
         (observed,) = (await registry.calibrated).rules

@@ -26,9 +26,15 @@ from outrider.rpc import open_channel
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
-from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
+from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes, uints_to_bytes
 
 ASYNC, SYNC, OFF = (getattr(common_pb2, f"SPECULATION_MODE_{name}") for name in ("ASYNC", "SYNC", "OFF"))
+
+
+def nodes_of(message: draft_pb2.DraftGrowth) -> tuple[list[int], list[int], list[int]]:
+    """Ids, parents and tokens."""
+    ids, parents, tokens = map(uints_from_bytes, (message.node_ids, message.parents, message.tokens))
+    return ids.tolist(), parents.tolist(), tokens.tolist()
 
 
 class Worker:
@@ -80,7 +86,8 @@ class Stream:
         self.messages.append(message)
         self.errors += message.errors
         acceptance = floats_from_bytes(message.acceptance)
-        assert len(acceptance) == len(message.node_ids)
+        ids, parents, tokens = nodes_of(message)
+        assert len(acceptance) == len(ids)
         assert ((acceptance > 0) & (acceptance <= 1)).all()
         spans = list(split_by_counts(message.node_counts))
         nowhere = [False] * len(spans)
@@ -94,7 +101,7 @@ class Stream:
             message.again or nowhere,
         )
         for session_id, epoch, as_of, span, complete, is_again in zip(*columns, strict=True):
-            nodes = zip(message.node_ids[span], message.parents[span], message.tokens[span], strict=True)
+            nodes = zip(ids[span], parents[span], tokens[span], strict=True)
             if is_again:
                 sent = {node_id: (parent, token) for node_id, parent, token in nodes}
                 self.again.setdefault(session_id, []).append((epoch, as_of, sent))
@@ -118,7 +125,7 @@ def opening(session_id: int = 1, *, epoch: int = 1, prompt: Any = (1, 2, 3), **l
     return common_pb2.SessionOpen(
         session_id=session_id,
         epoch=epoch,
-        prompt=prompt if isinstance(prompt, bytes) else tokens_to_bytes(prompt),
+        prompt=prompt if isinstance(prompt, bytes) else uints_to_bytes(prompt),
         sampling=SamplingSpec(temperature=1.0, seed=2**64 - 1, max_new_tokens=60).to_proto(),
         limits=common_pb2.SpeculationLimits(**bounds),  # pyright: ignore[reportArgumentType]
     )
@@ -260,8 +267,9 @@ async def test_a_message_commits_before_it_has_trees_sent_again_and_growth_goes_
         later = [message for message in stream.messages if list(message.as_of) == [4] and not message.again]
         known = {0, *tree}
         for message in later:
-            known.update(message.node_ids)
-            assert known >= set(message.parents)
+            ids, parents, _ = nodes_of(message)
+            known.update(ids)
+            assert known >= set(parents)
 
 
 async def test_a_sync_rounds_tree_is_sent_again_and_rounds_say_that_the_last_tree_is_gone(worker: Worker):
@@ -392,9 +400,10 @@ def test_a_message_carries_every_nodes_distribution():
     assert growth is not None
     message = growth_message(growth, Load(2, 0, 0, 1, 0.0))
     assert (message.report.tokens, message.report.sessions, message.source) == (6, 2, GrowthSource.MODEL)
-    found = unpack_distributions(message.distributions, len(message.node_ids))
+    _, _, tokens = nodes_of(message)
+    found = unpack_distributions(message.distributions, len(tokens))
     counts = dict(zip(message.session_ids, message.node_counts, strict=True))
     assert counts == {1: 1, 2: 4}
     with_q = [q for q in found if q is not None]
     assert len(with_q) == 1
-    assert with_q[0].fault(message.tokens[found.index(with_q[0])], 24) is None
+    assert with_q[0].fault(tokens[found.index(with_q[0])], 24) is None

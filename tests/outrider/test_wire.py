@@ -2,14 +2,22 @@ import numpy as np
 import pytest
 
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.wire import floats_from_bytes, floats_to_bytes, split_by_counts, tokens_from_bytes, tokens_to_bytes
+from outrider.wire import (
+    entries_of,
+    floats_from_bytes,
+    floats_to_bytes,
+    rows_of,
+    split_by_counts,
+    uints_from_bytes,
+    uints_to_bytes,
+)
 
 
 def test_tokens_travel_as_little_endian_words():
-    assert tokens_to_bytes([1, 2**32 - 1]) == b"\x01\x00\x00\x00\xff\xff\xff\xff"
-    assert tokens_from_bytes(tokens_to_bytes([7, 8, 9])) == [7, 8, 9]
+    assert uints_to_bytes([1, 2**32 - 1]) == b"\x01\x00\x00\x00\xff\xff\xff\xff"
+    assert uints_from_bytes(uints_to_bytes([7, 8, 9])).tolist() == [7, 8, 9]
     with pytest.raises(ValueError, match="multiple"):
-        tokens_from_bytes(b"abc")
+        uints_from_bytes(b"abc")
 
 
 def test_floats_travel_exactly():
@@ -55,3 +63,13 @@ def test_a_rule_of_a_later_version_is_refused():
     state.verification = 9  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="9 given"):
         SamplingSpec.from_proto(state)
+
+
+def test_rows_of_columns_are_taken_with_their_entries():
+    sessions, counts, entries = [7, 8, 9], [2, 0, 3], [1, 2, 3, 4, 5]
+    assert rows_of(sessions, [0, 2]) == [7, 9]
+    assert entries_of(entries, counts, [1, 2]) == [3, 4, 5]
+    assert entries_of(entries, counts, [0]) == [1, 2]
+    # Nothing is copied where nothing is left out.
+    assert rows_of(sessions, range(3)) is sessions
+    assert entries_of(entries, counts, range(3)) is entries

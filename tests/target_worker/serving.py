@@ -26,7 +26,7 @@ from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream
 from outrider.target_worker.sessions.requests import WITHOUT_LIMIT
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
-from outrider.wire import floats_to_bytes, tokens_to_bytes
+from outrider.wire import floats_to_bytes, uints_to_bytes
 
 TAKEN, LEFT, RESENT = (
     target_pb2.PLACE_CHANGE_TAKEN,
@@ -122,7 +122,7 @@ class Coordinator:
         opening = common_pb2.SessionOpen(
             session_id=number,
             epoch=epoch,
-            prompt=tokens_to_bytes(prompt),
+            prompt=uints_to_bytes(prompt),
             sampling=spec.to_proto(),
             weights=weights,
             limits=common_pb2.SpeculationLimits(**limits),
@@ -154,9 +154,9 @@ class Coordinator:
             "places": [0],
             "as_of": [length],
             "node_counts": [len(tokens)],
-            "node_ids": ids[1:],
-            "parents": [ids[parent] for parent in parents],
-            "tokens": tokens,
+            "node_ids": uints_to_bytes(ids[1:]),
+            "parents": uints_to_bytes([ids[parent] for parent in parents]),
+            "tokens": uints_to_bytes(tokens),
             "acceptance": floats_to_bytes([0.9] * len(tokens)),
             "complete": [complete],
         }

@@ -25,7 +25,7 @@ from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, Code
 from outrider.v1 import common_pb2, target_pb2
-from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
+from outrider.wire import floats_from_bytes, floats_to_bytes, uints_to_bytes
 
 
 @pytest.fixture(params=[RoundProgram, AheadProgram], ids=["one by one", "ahead"])
@@ -134,15 +134,15 @@ async def test_a_session_is_opened_anew_and_older_opens_are_refused(service, ref
 
 
 BAD = {
-    "token": {"tokens": [61]},
+    "token": {"tokens": uints_to_bytes([61])},
     "acceptance": {"acceptance": floats_to_bytes([1.5])},
     "nan": {"acceptance": floats_to_bytes([float("nan")])},
-    "node_ids": {"node_ids": [0]},
+    "node_ids": {"node_ids": uints_to_bytes([0])},
     "places": {"places": [4]},
     "as_of": {"as_of": [0]},
     "distributions": {
         "distributions": common_pb2.DraftDistributions(
-            counts=[1], token_ids=tokens_to_bytes([3]), weights=tokens_to_bytes([5])
+            counts=[1], token_ids=uints_to_bytes([3]), weights=uints_to_bytes([5])
         )
     },
 }
@@ -179,9 +179,9 @@ async def test_opens_that_cannot_be_are_told(service):
 async def test_columns_of_different_lengths_end_the_stream(service):
     coordinator = Coordinator(service)
     await coordinator.open(1, SAMPLED, allow=0)
-    await coordinator.send(growth=coordinator.growth(1, ([3, 4], [0, 1]), len(PROMPT), tokens=[3]))
+    await coordinator.send(growth=coordinator.growth(1, ([3, 4], [0, 1]), len(PROMPT), tokens=uints_to_bytes([3])))
     assert await coordinator.call.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "growth.tokens: 1 entries given, 2 needed" in await coordinator.call.details()
+    assert "growth.tokens, bytes: 4 entries given, 8 needed" in await coordinator.call.details()
     await service.until_empty()
 
 
@@ -238,7 +238,7 @@ class Unread:
 
 async def test_sessions_of_a_stream_that_is_not_read_rest_until_it_is(service, reference_model):
     spec = SamplingSpec(max_new_tokens=60)
-    opening = common_pb2.SessionOpen(session_id=1, epoch=1, prompt=tokens_to_bytes(PROMPT), sampling=spec.to_proto())
+    opening = common_pb2.SessionOpen(session_id=1, epoch=1, prompt=uints_to_bytes(PROMPT), sampling=spec.to_proto())
     may_end = asyncio.Event()
 
     async def commands() -> AsyncIterator[bytes]:

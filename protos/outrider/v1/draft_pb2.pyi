@@ -61,9 +61,9 @@ class DraftGrowth(_message.Message):
     epochs: _containers.RepeatedScalarFieldContainer[int]
     as_of: _containers.RepeatedScalarFieldContainer[int]
     node_counts: _containers.RepeatedScalarFieldContainer[int]
-    node_ids: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
+    node_ids: bytes
+    parents: bytes
+    tokens: bytes
     acceptance: bytes
     complete: _containers.RepeatedScalarFieldContainer[bool]
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
@@ -73,4 +73,4 @@ class DraftGrowth(_message.Message):
     source: _common_pb2.GrowthSource
     forgot: _containers.RepeatedScalarFieldContainer[bool]
     again: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.GrowthSource, str]] = ..., forgot: _Optional[_Iterable[bool]] = ..., again: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.GrowthSource, str]] = ..., forgot: _Optional[_Iterable[bool]] = ..., again: _Optional[_Iterable[bool]] = ...) -> None: ...

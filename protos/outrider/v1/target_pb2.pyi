@@ -120,14 +120,14 @@ class RelayedGrowth(_message.Message):
     places: _containers.RepeatedScalarFieldContainer[int]
     as_of: _containers.RepeatedScalarFieldContainer[int]
     node_counts: _containers.RepeatedScalarFieldContainer[int]
-    node_ids: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
+    node_ids: bytes
+    parents: bytes
+    tokens: bytes
     acceptance: bytes
     sources: _containers.RepeatedScalarFieldContainer[_common_pb2.GrowthSource]
     distributions: _common_pb2.DraftDistributions
     complete: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., acceptance: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., complete: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., acceptance: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., complete: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class SessionBounds(_message.Message):
     __slots__ = ("session_ids", "epochs", "allow", "alone")
