@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from benchmarks import results
-from benchmarks.end_bench import report
+from benchmarks.end_bench import arrivals, report
+from benchmarks.end_bench.arrivals import Arrivals
 from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
-from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
+from benchmarks.end_bench.options import arrivals_of, parse, plan_of, prompts_of, service_options
 from benchmarks.end_bench.services import Services
 from rich.console import Console
 
@@ -41,6 +42,7 @@ class Run:
         arguments: of it.
         began_s: when it was started.
         cells: measured.
+        arrivals: figures of prompts that arrived beside running sessions.
         left_out: names of cells there was no time for.
         failures: names of cells that failed, with what happened.
     """
@@ -49,6 +51,7 @@ class Run:
     arguments: argparse.Namespace
     began_s: float
     cells: list[CellFigures] = field(default_factory=list)
+    arrivals: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -64,6 +67,7 @@ class Run:
             "machine": report.machine(self.arguments.device),
             "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
             "cells": as_dicts(self.cells, scale_to=self.arguments.scale_to),
+            "arrivals": self.arrivals,
             "left_out": self.left_out,
             "failures": self.failures,
         }
@@ -89,6 +93,8 @@ def main(given: Sequence[str]) -> int:
         run.failures["the run"] = str(error)
     found = run.report()
     console.print(report.table(found["cells"], _title(found)))
+    if run.arrivals:
+        console.print(report.arrivals_table(run.arrivals))
     for name in run.left_out:
         console.print(f"no time was left for {name}", markup=False)
     for name, failure in run.failures.items():
@@ -118,6 +124,8 @@ def measure(run: Run, console: Console) -> None:
             measure_s=arguments.measure,
         )
         _measure_all(run, bench, cells, say)
+        for one in arrivals_of(arguments, cells):
+            _measure_arrivals(run, bench, one, say)
 
 
 def _measure_all(run: Run, bench: Bench, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
@@ -139,6 +147,22 @@ def _measure_all(run: Run, bench: Bench, cells: Sequence[Cell], say: Callable[[s
         else:
             say(f"{cell.name}: {report.line(as_dicts(run.cells)[-1])}")
         run.write()
+
+
+def _measure_arrivals(run: Run, bench: Bench, asked: Arrivals, say: Callable[[str], None]) -> None:
+    if run.left_s <= 0:
+        run.left_out.append(asked.name)
+        return
+    endpoint = bench.services.endpoints[asked.setup]
+    try:
+        found = arrivals.measure(asked, endpoint, bench.prompts, max_new_tokens=bench.max_new_tokens)
+    except (OutriderError, ExceptionGroup) as error:
+        run.failures[asked.name] = repr(error)
+        bench.services.check_alive()
+        return
+    run.arrivals.append(found)
+    say(f"{asked.name}: first token after {found['ttft_ms'][0]:.1f} ms, longest wait {found['longest_wait'][0]:.2f}")
+    run.write()
 
 
 @dataclass(frozen=True, kw_only=True)

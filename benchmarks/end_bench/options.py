@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.end_bench.cells import Plan, Setup
+from benchmarks.end_bench.arrivals import Arrivals
+from benchmarks.end_bench.cells import Cell, Plan, Setup
 from benchmarks.end_bench.services import ServiceOptions
 
 from outrider.models import embedded_target_path, held_out_prompts
@@ -33,7 +34,7 @@ def prompts_of(length: int | None, target: Path | None) -> list[list[int]]:
 
 def service_options(arguments: argparse.Namespace, *, coordinators: int, most_s: float) -> ServiceOptions:
     """How the roles are started, which may take no longer than `most_s`."""
-    most = max(arguments.sessions)
+    most = max(arguments.sessions) + bool(arguments.arriving)
     # Each coordinator leaves a worker's last places to the others, one for each of them.
     worker_args = ["--max-num-seqs", str(most + coordinators - 1)]
     if arguments.dtype is not None:
@@ -76,6 +77,23 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     )
 
 
+def arrivals_of(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Arrivals]:
+    """Return what `--arriving` asks for: in every setup and mode that occurs."""
+    ways = dict.fromkeys((cell.setup, cell.mode) for cell in cells)
+    return [
+        Arrivals(
+            setup=setup,
+            mode=mode,
+            temperature=arguments.temperatures[0],
+            running=max(arguments.sessions),
+            prompt_tokens=tokens,
+            count=arguments.arrivals,
+        )
+        for tokens in arguments.arriving
+        for setup, mode in ways
+    ]
+
+
 def parse(given: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -104,6 +122,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         help="also with so much longer round trips between coordinator and drafts, and between coordinator and "
         "targets; all workers are behind proxies then, in every cell",
     )  # fmt: skip
+    add(
+        "--arriving", type=int, nargs="*", default=[], metavar="TOKENS",
+        help="also how long prompts of so many tokens wait for their first token beside the most sessions, and these "
+        "for their next: in every mode, at the first temperature",
+    )  # fmt: skip
+    add("--arrivals", type=int, default=8, help="prompts of each length with --arriving")
     add("--target", type=Path, metavar="FOLDER", help="a checkpoint; default the embedded pair")
     add("--draft", type=Path, metavar="FOLDER")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")

@@ -203,7 +203,7 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
     # On a busy machine a draft may get no core for a second, and rounds do not wait for one that has left commits
     # unanswered; its whole tree is what is looked at.
     arguments += ["--warm-up", "0.2", "--measure", "3", "--clients", "1", "--max-new-tokens", "48"]
-    arguments += ["--coordinator-args=--sync-wait-cap-ms 60000"]
+    arguments += ["--coordinator-args=--sync-wait-cap-ms 60000", "--arriving", "40", "--arrivals", "2"]
     assert command.main([*arguments, "--output", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["cells"] == json.loads((tmp_path / "end_to_end.json").read_text(encoding="utf-8"))["cells"]
@@ -217,6 +217,13 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
     assert report["cells"][1]["acceptance_length"] > 1.5
     # Where every draft token is accepted, only the tree's depth is a bound.
     assert report["cells"][2]["acceptance_length"] > 5
+    assert [(row["mode"], row["running"], row["prompt_tokens"]) for row in report["arrivals"]] == [
+        ("off", 1, 40),
+        ("sync", 1, 40),
+    ]
+    for row in report["arrivals"]:
+        assert row["usual_wait_ms"] > 0
+        assert all(0 < median <= largest for median, largest in (row["ttft_ms"], row["longest_wait"]))
     assert (tmp_path / "target-0.log").is_file()
 
 

@@ -1,0 +1,172 @@
+"""Prompts that arrive beside running sessions: time to the first token, and how long the others wait meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from benchmarks.end_bench.cells import Setup
+
+from outrider.client import AsyncClient
+
+# Until all running sessions have got far, and for as long as their usual waits are looked at.
+_RUN_IN_S, _USUAL_S = 3.0, 1.0
+# Arrivals that do not count: the target learns from them what prefill takes.
+_WARM_UPS = 2
+# Between a first token and the next arrival, and of it what counts as the others' waiting for the arrival.
+_APART_S, _BEHIND_S = 0.2, 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """Prompts of one length that arrive one after the other.
+
+    Attributes:
+        setup: which workers serve.
+        mode: of all sessions: off, sync or async.
+        temperature: of all sessions.
+        running: sessions beside them, each a request after the other.
+        prompt_tokens: of each prompt that arrives.
+        count: of them.
+    """
+
+    setup: Setup
+    mode: str
+    temperature: float
+    running: int
+    prompt_tokens: int
+    count: int
+
+    @property
+    def speculation(self) -> Literal["async", "sync", "off"]:
+        """As requests say it."""
+        return cast("Literal['async', 'sync', 'off']", self.mode)
+
+    @property
+    def name(self) -> str:
+        """In a line of progress."""
+        return (
+            f"{self.mode} {self.setup.name}, prompts of {self.prompt_tokens} tokens beside {self.running} sessions, "
+            f"temperature {self.temperature:g}"
+        )
+
+
+def measure(
+    arrivals: Arrivals, endpoint: str, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
+) -> dict[str, Any]:
+    """Return the figures of arrivals at a service.
+
+    Args:
+        arrivals: which.
+        endpoint: of the coordinator.
+        prompts: of the running sessions, as token ids; those that arrive are made of them.
+        max_new_tokens: of each of the running sessions' requests.
+
+    Returns:
+        What `arrivals` says, and usual_wait_ms: the median time from tokens to tokens of a running session with nothing
+        beside it; as medians and largest, ttft_ms, and longest_wait: of a running session, in usual waits.
+
+    Raises:
+        OutriderError: a request failed.
+    """
+    return asyncio.run(_measure(arrivals, endpoint, prompts, max_new_tokens))
+
+
+async def _measure(
+    arrivals: Arrivals, endpoint: str, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> dict[str, Any]:
+    async with AsyncClient(endpoint) as client, asyncio.TaskGroup() as group:
+        sessions = [_Session() for _ in range(arrivals.running)]
+        tasks = [
+            group.create_task(session.run(client, prompts, number, arrivals, max_new_tokens))
+            for number, session in enumerate(sessions)
+        ]
+        await asyncio.sleep(_RUN_IN_S)
+        began_s = time.monotonic()
+        await asyncio.sleep(_USUAL_S)
+        usual_s = statistics.median(_waits(sessions, began_s, time.monotonic()))
+        firsts_ms, longest = list[float](), list[float]()
+        for number in range(_WARM_UPS + arrivals.count):
+            sent_s = time.monotonic()
+            await _first_token(client, _prompt(prompts, arrivals.prompt_tokens, number), arrivals)
+            got_s = time.monotonic()
+            await asyncio.sleep(_APART_S)
+            if number >= _WARM_UPS:
+                firsts_ms.append(1e3 * (got_s - sent_s))
+                longest.append(max(_waits(sessions, sent_s, got_s + _BEHIND_S), default=0.0) / usual_s)
+        for task in tasks:
+            task.cancel()
+    return {
+        "setup": arrivals.setup.name,
+        "mode": arrivals.mode,
+        "temperature": arrivals.temperature,
+        "running": arrivals.running,
+        "prompt_tokens": arrivals.prompt_tokens,
+        "count": arrivals.count,
+        "usual_wait_ms": round(1e3 * usual_s, 3),
+        "ttft_ms": _median_and_largest(firsts_ms),
+        "longest_wait": _median_and_largest(longest),
+    }
+
+
+class _Session:
+    """One that runs: when its tokens have come, request by request."""
+
+    def __init__(self) -> None:
+        self.requests: list[list[float]] = []
+
+    async def run(
+        self,
+        client: AsyncClient,
+        prompts: Sequence[Sequence[int]],
+        number: int,
+        arrivals: Arrivals,
+        max_new_tokens: int,
+    ) -> None:
+        for count in itertools.count(number):
+            times = list[float]()
+            self.requests.append(times)
+            stream = client.stream(
+                prompts[count % len(prompts)],
+                max_new_tokens=max_new_tokens,
+                temperature=arrivals.temperature,
+                seed=count,
+                ignore_eos=True,
+                speculation=arrivals.speculation,
+            )
+            async with stream:
+                async for _ in stream:
+                    times.append(time.monotonic())
+
+
+def _waits(sessions: Sequence[_Session], began_s: float, ended_s: float) -> list[float]:
+    """Waits for tokens that overlap a span of time, of requests that have got some before."""
+    pairs = itertools.chain.from_iterable(
+        itertools.pairwise(times) for session in sessions for times in session.requests
+    )
+    return [after - before for before, after in pairs if after >= began_s and before <= ended_s]
+
+
+async def _first_token(client: AsyncClient, prompt: Sequence[int], arrivals: Arrivals) -> None:
+    async with client.stream(
+        prompt, max_new_tokens=2, temperature=arrivals.temperature, seed=1, speculation=arrivals.speculation
+    ) as stream:
+        async for delta in stream:
+            if delta.token_ids:
+                return
+
+
+def _prompt(prompts: Sequence[Sequence[int]], length: int, number: int) -> list[int]:
+    """Tokens whose keys and values no target has: those of all prompts, in another order each time."""
+    tokens = [token for prompt in prompts for token in prompt]
+    return random.Random(number).choices(tokens, k=length)
+
+
+def _median_and_largest(values: Sequence[float]) -> list[float]:
+    return [round(statistics.median(values), 3), round(max(values), 3)]
