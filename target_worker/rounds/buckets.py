@@ -133,11 +133,11 @@ class RoundTimes:
             most = min(bucket.prefill, missing)
             return 0, self._cost.beside(rows, keys, most=most) if sessions else PrefillAllowance(most=most)
         rates = [self._rate(number, int(gain), sessions) for number, gain in enumerate(gains)]
-        plain = max(self._fitting(has_prefill=False, is_widest=is_widest), key=rates.__getitem__)
+        plain = max(self._holding(sessions, has_prefill=False, is_widest=is_widest), key=rates.__getitem__)
         if not missing:
             return plain, PrefillAllowance(most=0)
         limit_ns = (1 + self._cost.slowdown) * self._expected_ns(plain) if sessions else math.inf
-        beside = self._fitting(has_prefill=True, is_widest=is_widest)
+        beside = self._holding(sessions, has_prefill=True, is_widest=is_widest)
         # Where none keeps to the limit, the quickest has to do.
         in_time = [number for number in beside if self._expected_ns(number) <= limit_ns]
         in_time = in_time or [min(beside, key=self._expected_ns)]
@@ -158,10 +158,16 @@ class RoundTimes:
         best = max(in_time, key=worth)
         return best, allowance(best)
 
-    def _fitting(self, *, has_prefill: bool, is_widest: bool) -> list[int]:
+    def _holding(self, sessions: int, *, has_prefill: bool, is_widest: bool) -> list[int]:
+        """The buckets with or without prefill that hold all running sessions; where none does, the widest."""
         found = [number for number, bucket in enumerate(self._buckets) if bool(bucket.prefill) == has_prefill]
         widest = max(self._buckets[number].rows for number in found)
-        return [number for number in found if self._buckets[number].rows == widest or not is_widest]
+        wide = [number for number in found if self._buckets[number].rows == widest]
+        if is_widest:
+            return wide
+        return [
+            number for number in found if min(self._buckets[number].rows, self._buckets[number].sessions) >= sessions
+        ] or wide
 
     def _expected_ns(self, number: int) -> float:
         return self._captured_ns[number] + self._beyond_ns + self._drafted_ns

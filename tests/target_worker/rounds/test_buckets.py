@@ -1,5 +1,6 @@
 """Which bucket a round takes: the one with the most expected tokens in its time."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,16 @@ def test_a_prompt_takes_what_a_round_has_room_for_and_the_others_hardly_wait(ses
         rounds, _, longest = prefill(times, sessions=sessions, worth=worth, prompt=4096)
         assert rounds <= most_rounds
         assert longest < 1.35
+
+
+def test_no_session_waits_for_another_round_because_of_a_prompt():
+    config = replace(CONFIG, max_sessions=256)
+    buckets = round_buckets(config, on_gpu=True)
+    times = RoundTimes(buckets, StepCost(slowdown=0.3, prior_rows=256), [gpu_ns(bucket) for bucket in buckets])
+    gains = np.array([0 if min(bucket.rows, bucket.sessions) >= 200 else -1 for bucket in buckets])
+    number, allowance = times.plan(gains, sessions=200, keys=200_000, rows=200, missing=4096, context=0)
+    assert min(buckets[number].rows, buckets[number].sessions) >= 200
+    assert allowance.rows(0) >= 64
 
 
 def test_a_long_context_slows_a_prompt_down_and_not_the_others():
