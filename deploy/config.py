@@ -96,7 +96,7 @@ class DeployConfig:
         draft_kv_bytes: likewise, of each draft's.
         kv_cache_dtype: of the targets' KV: auto is the model's, fp8_e4m3 takes a byte a number (on a GPU).
         enable_prefix_caching: targets keep the KV of tokens that no session holds any more, for those that begin alike.
-        max_prefill_tokens: most rows of a target's step that only prefills; default 128 on a CPU, 2048 on a GPU.
+        max_prefill_tokens: most prompt rows of a target's round; default 128 on a CPU, 2048 on a GPU.
         prefill_slowdown: how much longer than its verification alone a target's step may take for the sake of prefill.
         enforce_eager: targets run one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its target's step.

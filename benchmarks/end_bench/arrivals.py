@@ -15,11 +15,11 @@ from benchmarks.end_bench.cells import Setup
 
 from outrider.client import AsyncClient
 
-# Until all running sessions have got far, and for as long as their usual waits are looked at.
+# Until all running sessions have got far, and as long as they are looked at without arrivals.
 _RUN_IN_S, _USUAL_S = 3.0, 1.0
 # Arrivals that do not count: the target learns from them what prefill takes.
 _WARM_UPS = 2
-# Between a first token and the next arrival, and of it what counts as the others' waiting for the arrival.
+# Between a first token and the next arrival, and how much of that belongs to the arrival.
 _APART_S, _BEHIND_S = 0.2, 0.05
 
 
@@ -69,8 +69,8 @@ def measure(
         max_new_tokens: of each of the running sessions' requests.
 
     Returns:
-        What `arrivals` says, and usual_wait_ms: the median time from tokens to tokens of a running session with nothing
-        beside it; as medians and largest, ttft_ms, and longest_wait: of a running session, in usual waits.
+        What `arrivals` says, and as medians and largest: ttft_ms; longest_ms, the longest time of an arrival in which a
+        running session got no token; usual_longest_ms, the same of equally long spans without one.
 
     Raises:
         OutriderError: a request failed.
@@ -90,16 +90,18 @@ async def _measure(
         await asyncio.sleep(_RUN_IN_S)
         began_s = time.monotonic()
         await asyncio.sleep(_USUAL_S)
-        usual_s = statistics.median(_waits(sessions, began_s, time.monotonic()))
-        firsts_ms, longest = list[float](), list[float]()
+        usual_end_s = time.monotonic()
+        firsts_s, longest_s = list[float](), list[float]()
         for number in range(_WARM_UPS + arrivals.count):
             sent_s = time.monotonic()
-            await _first_token(client, _prompt(prompts, arrivals.prompt_tokens, number), arrivals)
+            await _first_token(client, _prompt(prompts, arrivals, number), arrivals)
             got_s = time.monotonic()
             await asyncio.sleep(_APART_S)
             if number >= _WARM_UPS:
-                firsts_ms.append(1e3 * (got_s - sent_s))
-                longest.append(max(_waits(sessions, sent_s, got_s + _BEHIND_S), default=0.0) / usual_s)
+                firsts_s.append(got_s - sent_s)
+                longest_s.append(_longest_s(sessions, sent_s, got_s + _BEHIND_S))
+        span_s = min(statistics.median(firsts_s) + _BEHIND_S, usual_end_s - began_s)
+        starts_s = [began_s + place * span_s for place in range(int((usual_end_s - began_s) / span_s))]
         for task in tasks:
             task.cancel()
     return {
@@ -109,9 +111,9 @@ async def _measure(
         "running": arrivals.running,
         "prompt_tokens": arrivals.prompt_tokens,
         "count": arrivals.count,
-        "usual_wait_ms": round(1e3 * usual_s, 3),
-        "ttft_ms": _median_and_largest(firsts_ms),
-        "longest_wait": _median_and_largest(longest),
+        "ttft_ms": _median_and_largest_ms(firsts_s),
+        "longest_ms": _median_and_largest_ms(longest_s),
+        "usual_longest_ms": _median_and_largest_ms([_longest_s(sessions, at, at + span_s) for at in starts_s]),
     }
 
 
@@ -141,16 +143,17 @@ class _Session:
                 speculation=arrivals.speculation,
             )
             async with stream:
-                async for _ in stream:
-                    times.append(time.monotonic())
+                async for delta in stream:
+                    if delta.token_ids:
+                        times.append(time.monotonic())
 
 
-def _waits(sessions: Sequence[_Session], began_s: float, ended_s: float) -> list[float]:
-    """Waits for tokens that overlap a span of time, of requests that have got some before."""
+def _longest_s(sessions: Sequence[_Session], began_s: float, ended_s: float) -> float:
+    """The longest time between tokens of one request that overlaps a span of time; 0 without any."""
     pairs = itertools.chain.from_iterable(
         itertools.pairwise(times) for session in sessions for times in session.requests
     )
-    return [after - before for before, after in pairs if after >= began_s and before <= ended_s]
+    return max((after - before for before, after in pairs if after >= began_s and before <= ended_s), default=0.0)
 
 
 async def _first_token(client: AsyncClient, prompt: Sequence[int], arrivals: Arrivals) -> None:
@@ -162,11 +165,11 @@ async def _first_token(client: AsyncClient, prompt: Sequence[int], arrivals: Arr
                 return
 
 
-def _prompt(prompts: Sequence[Sequence[int]], length: int, number: int) -> list[int]:
-    """Tokens whose keys and values no target has: those of all prompts, in another order each time."""
+def _prompt(prompts: Sequence[Sequence[int]], arrivals: Arrivals, number: int) -> list[int]:
+    """Tokens of all prompts in an order of its own: no target has the keys and values of its beginning."""
     tokens = [token for prompt in prompts for token in prompt]
-    return random.Random(number).choices(tokens, k=length)
+    return random.Random(f"{arrivals.name} {number}").choices(tokens, k=arrivals.prompt_tokens)
 
 
-def _median_and_largest(values: Sequence[float]) -> list[float]:
-    return [round(statistics.median(values), 3), round(max(values), 3)]
+def _median_and_largest_ms(values_s: Sequence[float]) -> list[float]:
+    return [round(1e3 * statistics.median(values_s), 3), round(1e3 * max(values_s), 3)]

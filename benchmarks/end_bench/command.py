@@ -161,7 +161,8 @@ def _measure_arrivals(run: Run, bench: Bench, asked: Arrivals, say: Callable[[st
         bench.services.check_alive()
         return
     run.arrivals.append(found)
-    say(f"{asked.name}: first token after {found['ttft_ms'][0]:.1f} ms, longest wait {found['longest_wait'][0]:.2f}")
+    first, longest, usual = (found[name][0] for name in ("ttft_ms", "longest_ms", "usual_longest_ms"))
+    say(f"{asked.name}: first token after {first:.1f} ms, longest wait {longest:.1f}, without arrivals {usual:.1f}")
     run.write()
 
 

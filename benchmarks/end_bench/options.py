@@ -34,6 +34,7 @@ def prompts_of(length: int | None, target: Path | None) -> list[list[int]]:
 
 def service_options(arguments: argparse.Namespace, *, coordinators: int, most_s: float) -> ServiceOptions:
     """How the roles are started, which may take no longer than `most_s`."""
+    # One more where prompts arrive beside the others.
     most = max(arguments.sessions) + bool(arguments.arriving)
     # Each coordinator leaves a worker's last places to the others, one for each of them.
     worker_args = ["--max-num-seqs", str(most + coordinators - 1)]
@@ -79,7 +80,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def arrivals_of(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Arrivals]:
     """Return what `--arriving` asks for: in every setup and mode that occurs."""
-    ways = dict.fromkeys((cell.setup, cell.mode) for cell in cells)
+    setups_and_modes = dict.fromkeys((cell.setup, cell.mode) for cell in cells)
     return [
         Arrivals(
             setup=setup,
@@ -90,7 +91,7 @@ def arrivals_of(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Ar
             count=arguments.arrivals,
         )
         for tokens in arguments.arriving
-        for setup, mode in ways
+        for setup, mode in setups_and_modes
     ]
 
 

@@ -50,14 +50,14 @@ def table(cells: Sequence[Mapping[str, Any]], title: str) -> Table:
 def arrivals_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """One row for prompts of one length in one way of serving."""
     shown = Table(title="prompts that arrive beside running sessions: medians and largest")
-    for heading in ("setup", "mode", "T", "sessions", "prompt", "TTFT ms", "usual wait ms", "longest wait / usual"):
+    for heading in ("setup", "mode", "T", "sessions", "prompt", "TTFT ms", "longest wait ms", "without arrivals ms"):
         shown.add_column(heading, justify="left" if heading in _WORDS else "right")
     for row in found:
-        first, longest = (" ".join(f"{value:.2f}" for value in row[name]) for name in ("ttft_ms", "longest_wait"))
-        shown.add_row(
-            row["setup"], row["mode"], f"{row['temperature']:g}", str(row["running"]), str(row["prompt_tokens"]),
-            first, f"{row['usual_wait_ms']:.2f}", longest,
-        )  # fmt: skip
+        times = (
+            " ".join(f"{value:.2f}" for value in row[name]) for name in ("ttft_ms", "longest_ms", "usual_longest_ms")
+        )
+        numbers = (f"{row['temperature']:g}", str(row["running"]), str(row["prompt_tokens"]))
+        shown.add_row(row["setup"], row["mode"], *numbers, *times)
     return shown
 
 

@@ -13,13 +13,13 @@ from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, 
 
 # Verified rows and sessions of the buckets on a GPU: in between a round takes as long as in the next larger one.
 _RUNGS, _SESSIONS = (8, 32, 64, 128, 256, 384, 512), (1, 16, 64, 128)
-# Verified rows and prefill rows of those with prompts. Long parts of prompts are for rounds that verify little.
-_PREFILL_RUNGS, _PREFILL, _PREFILL_LONG = (64, 128, 256, 512), (64, 128, 192, 256), (384, 512, 1024)
+# Prefill rows by verified rows: long parts of prompts are for rounds that verify little.
+_PREFILL = {64: (64, 128, 192, 256, 512, 1024), 128: (64, 128, 256), 256: (64, 128), 512: (64, 128)}
 # Verified rows of a session, on average, beyond which a bucket for fewer sessions than all does not pay.
 _MOST_ON_AVERAGE = 16
 # Share of a round in the averages: of what it takes beyond its bucket's time, of tokens and time, of acceptance.
 _BEYOND_SHARE, _RATE_SHARE, _RATIO_SHARE = 0.05, 0.1, 0.01
-# What one more round leaves of those before in what a prompt's keys take, and the keys below which it says little.
+# Forgetting factor of the fit of prompt attention time, and the (row, key) pairs below which a round hardly counts.
 _PAIRS_FORGET, _FEW_PAIRS = 0.9, 262_144.0
 # However few nodes are accepted, some are tried.
 _LEAST_RATIO = 0.1
@@ -69,13 +69,14 @@ def round_buckets(config: RoundConfig, *, on_gpu: bool) -> list[Bucket]:
             bound = most if fitting == 1 else rung if fitting == sessions else _MOST_ON_AVERAGE * fitting
             if fitting <= rung <= bound:
                 found[Bucket(rows=rung, sessions=fitting, most=min(most, rung), prefill=0)] = None
-    least, bound = min(sessions, 64), max(most * sessions, 64)
-    beside = [rung for rung in rungs if rung in _PREFILL_RUNGS and least <= rung <= bound] or rungs[-1:]
+    # The last one holds all rows that sessions can have.
+    all_rows = next((rung for rung in rungs if rung >= most * sessions), widest)
+    beside = sorted({all_rows} | {rung for rung in rungs if rung in _PREFILL and min(sessions, 64) <= rung <= all_rows})
     for rung in beside:
-        sizes = [*_PREFILL, *_PREFILL_LONG, config.max_prefill_tokens] if rung == beside[0] else _PREFILL
-        for size in {min(size, config.max_prefill_tokens): None for size in sizes}:
-            fitting = min(sessions, rung) + MAX_CHUNKS
-            found[Bucket(rows=rung, sessions=fitting, most=min(most, rung), prefill=size)] = None
+        sizes = _PREFILL.get(rung, (64, 128)) + (config.max_prefill_tokens,) * (rung == beside[0])
+        for size in sizes:
+            fitting, prefill = min(sessions, rung) + MAX_CHUNKS, min(size, config.max_prefill_tokens)
+            found[Bucket(rows=rung, sessions=fitting, most=min(most, rung), prefill=prefill)] = None
     return list(found)
 
 
@@ -84,7 +85,7 @@ class RoundTimes:
 
     Args:
         buckets: the shapes.
-        cost: how much prefill may cost, and learned on a CPU: what it does cost, and verified rows.
+        cost: bounds of prefill; without graphs also the learned cost of a row.
         captured_ns: what an empty round of each bucket took when it was captured; none on a CPU.
     """
 
@@ -92,8 +93,7 @@ class RoundTimes:
         self._buckets, self._cost, self._captured_ns = buckets, cost, captured_ns
         # What rounds take beyond the time of their bucket: contexts, processors.
         self._beyond_ns = 0.0
-        # What the keys take that rows of prompts see, beyond that: sums of a least-squares fit, nanoseconds x pairs and
-        # pairs x pairs.
+        # Attention time of prompt rows beyond the bucket's time: sums of a least-squares fit through 0.
         self._pairs_ns, self._pairs_square = 0.0, 0.0
         # What resident drafters take before a round.
         self._drafted_ns = 0.0
@@ -111,13 +111,14 @@ class RoundTimes:
         rows: int,
         missing: int,
         context: int,
-        is_widest: bool = False,
+        takes_all_nodes: bool = False,
     ) -> tuple[int, PrefillAllowance]:
         """Return the bucket of the next round and the prefill that it may take.
 
-        Without prompts it is the bucket with the most expected tokens in its time. With prompts a round takes as many
-        of their tokens as `slowdown` of that time has room for; of the buckets that do, the one with the most expected
-        tokens in its time. Where nothing is verified, prompts get on as fast as they can.
+        Without prompts it is the bucket with the most expected tokens in its time. Beside sessions that run, prompts
+        may make that time longer by `slowdown`. Of the buckets that keep to it, the best is the one with the most
+        expected tokens, less those that the others would have brought in its time; of that time, what the prompt's rows
+        take at the least is no loss, for they have to be computed anyway.
 
         Args:
             gains: [B] int64, sums of values that `select` would have taken; -1 where the sessions do not fit.
@@ -126,21 +127,21 @@ class RoundTimes:
             rows: that they verify.
             missing: tokens of prompts that have still to be computed.
             context: tokens before the first of these.
-            is_widest: whether all nodes are wanted, whatever they cost.
+            takes_all_nodes: verify every node, for sessions in sync mode.
         """
         if not self._captured_ns:
             (bucket,) = self._buckets
             most = min(bucket.prefill, missing)
             return 0, self._cost.beside(rows, keys, most=most) if sessions else PrefillAllowance(most=most)
         rates = [self._rate(number, int(gain), sessions) for number, gain in enumerate(gains)]
-        plain = max(self._holding(sessions, has_prefill=False, is_widest=is_widest), key=rates.__getitem__)
+        plain = max(self._candidates(sessions, has_prefill=False, is_widest=takes_all_nodes), key=rates.__getitem__)
         if not missing:
             return plain, PrefillAllowance(most=0)
         limit_ns = (1 + self._cost.slowdown) * self._expected_ns(plain) if sessions else math.inf
-        beside = self._holding(sessions, has_prefill=True, is_widest=is_widest)
+        beside = self._candidates(sessions, has_prefill=True, is_widest=takes_all_nodes)
+        quickest_ns = min(map(self._expected_ns, beside))
         # Where none keeps to the limit, the quickest has to do.
-        in_time = [number for number in beside if self._expected_ns(number) <= limit_ns]
-        in_time = in_time or [min(beside, key=self._expected_ns)]
+        in_time = [number for number in beside if self._expected_ns(number) <= max(limit_ns, quickest_ns)]
 
         def allowance(number: int) -> PrefillAllowance:
             most = min(self._buckets[number].prefill, missing)
@@ -151,15 +152,23 @@ class RoundTimes:
                 pair_ns=self._pairs_ns / (self._pairs_square + _FEW_PAIRS * _FEW_PAIRS),
             )
 
-        def worth(number: int) -> tuple[float, float, float]:
-            granted, round_ns = allowance(number).rows(context), self._expected_ns(number)
-            return granted if sessions else granted / round_ns, rates[number], -round_ns
+        row_ns = min(self._expected_ns(number) / self._buckets[number].prefill for number in beside)
+        rate = rates[plain] or 1.0
 
-        best = max(in_time, key=worth)
+        def progress(number: int) -> float:
+            round_ns, left = self._expected_ns(number), missing - allowance(number).rows(context)
+            later_ns = row_ns * left
+            if left and not sessions:
+                # A round that no session would have had.
+                rounds_ns = (self._expected_ns(other) for other in beside if self._buckets[other].prefill >= left)
+                later_ns = min(rounds_ns, default=later_ns)
+            return rates[number] * round_ns - rate * (round_ns + later_ns)
+
+        best = max(in_time, key=progress)
         return best, allowance(best)
 
-    def _holding(self, sessions: int, *, has_prefill: bool, is_widest: bool) -> list[int]:
-        """The buckets with or without prefill that hold all running sessions; where none does, the widest."""
+    def _candidates(self, sessions: int, *, has_prefill: bool, is_widest: bool) -> list[int]:
+        """Return the numbers of the buckets that hold all running sessions, else of the widest ones."""
         found = [number for number, bucket in enumerate(self._buckets) if bool(bucket.prefill) == has_prefill]
         widest = max(self._buckets[number].rows for number in found)
         wide = [number for number in found if self._buckets[number].rows == widest]
@@ -209,7 +218,8 @@ class RoundTimes:
         self._round_ns += _RATE_SHARE * (round_ns + drafted_ns - self._round_ns)
         self._drafted_ns += _RATE_SHARE * (drafted_ns - self._drafted_ns)
         if self._captured_ns:
-            beyond_ns = max(round_ns - self._captured_ns[bucket], 0.0)
+            # A round in which the host has a part may have waited for it.
+            beyond_ns = min(max(round_ns - self._captured_ns[bucket], 0.0), self._captured_ns[bucket])
             self._beyond_ns += _BEYOND_SHARE * (beyond_ns - self._beyond_ns)
 
     def plain_ns(self, bucket: int, shape: StepShape, round_ns: int, *, sessions: int) -> int:

@@ -66,7 +66,6 @@ class _Launched:
     """A round under way: its bucket, its chunks, growth steps before it, and the sum of the values that it verifies."""
 
     bucket: int
-    level: Level
     chunks: list[Chunk]
     growth_steps: int = 0
     expected: float = 0.0
@@ -472,7 +471,7 @@ class RoundLoop:
                 accepted=len(accepted),
                 selected=rows - 1,
                 selected_by_kind=read.selected_by_kind(number),
-                grown_by_kind=(0, 0, 0) if self._drafter is None else self._drafter.take_grown(session.row),
+                grown_by_kind=self._drafter.take_grown(session.row) if self._drafter and tokens else (0, 0, 0),
                 tree_end=read.tree_end(number),
                 drafters=drafters,
                 finish=finish,
@@ -589,7 +588,7 @@ class RoundLoop:
             rows=max(len(running), self._verified_rows),
             missing=sum(session.length - 1 - session.planned for session in prompts),
             context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
-            is_widest=is_sync,
+            takes_all_nodes=is_sync,
         )
         planned = self._admission.plan_chunks(prompts, allowance)
         prefill = sum(chunk.size for chunk in planned)
@@ -599,9 +598,7 @@ class RoundLoop:
         if self._drafter is not None:
             growth_steps = self._drafter.grow([session for session in self._by_row if session is not None])
         self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
-        self._launched.append(
-            _Launched(bucket=bucket, level=self._level, chunks=planned, growth_steps=growth_steps)
-        )  # fmt: skip
+        self._launched.append(_Launched(bucket=bucket, chunks=planned, growth_steps=growth_steps))
         self._rounds.launched()
 
     def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:

@@ -222,8 +222,7 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
         ("sync", 1, 40),
     ]
     for row in report["arrivals"]:
-        assert row["usual_wait_ms"] > 0
-        assert all(0 < median <= largest for median, largest in (row["ttft_ms"], row["longest_wait"]))
+        assert all(0 < median <= largest for median, largest in (row["ttft_ms"], row["longest_ms"]))
     assert (tmp_path / "target-0.log").is_file()
 
 

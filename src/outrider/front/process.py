@@ -18,7 +18,7 @@ import sys
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -34,6 +34,9 @@ from outrider.rpc import RoleServer
 from outrider.security.tls import TlsConfig
 
 _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
+
+# How a call ends that a worker which stops has not answered.
+_STOPPING = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the worker is stopping")
 
 
 class Relay(asyncio.Protocol):
@@ -59,8 +62,8 @@ class Relay(asyncio.Protocol):
         # Of each call, what it is to be sent: messages, an error, None to end.
         self._outgoing: dict[int, _Outgoing] = {}
         self._held: set[int] = set()
-        # What ends calls that are opened from now on; nothing as long as the worker serves.
-        self._endings: list[status_pb2.Status | None] = []
+        # What ends calls that come from now on; None as long as the worker serves.
+        self._ending: status_pb2.Status | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Offer the service there, with messages as bytes."""
@@ -75,6 +78,7 @@ class Relay(asyncio.Protocol):
         self, method: int, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Pass on one coordinator's messages, and the answers to it, until it hangs up."""
+        await self._refuse_late(context)
         with self._opened(method, context) as (number, outgoing):
             reader = asyncio.create_task(self._read(requests, number, outgoing))
             try:
@@ -88,16 +92,17 @@ class Relay(asyncio.Protocol):
 
     async def unary(self, method: int, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         """Pass on a message, and return the answer."""
+        await self._refuse_late(context)
         with self._opened(method, context) as (number, outgoing):
             self._send(Kind.MESSAGE, number, request)
             answer = await self._next(outgoing, context)
         if answer is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is stopping")
+            await _abort(context, _STOPPING)
         return answer
 
     def end_calls(self, status: status_pb2.Status | None = None) -> None:
-        """Let every call end after what it has to send, those that come from now on too: in order, or with an error."""
-        self._endings.append(status)
+        """End all calls, open or yet to come, once their queued messages have left; with `status`, or in order."""
+        self._ending = status or _STOPPING
         for outgoing in self._outgoing.values():
             outgoing.put_nowait(status)
 
@@ -125,8 +130,6 @@ class Relay(asyncio.Protocol):
         outgoing = self._outgoing[number] = asyncio.Queue()
         traceparent = tracing.received(context.invocation_metadata())
         self._send(Kind.OPENED, number, bytes([method]) + traceparent.encode())
-        for status in self._endings:
-            outgoing.put_nowait(status)
         try:
             yield number, outgoing
         finally:
@@ -137,10 +140,14 @@ class Relay(asyncio.Protocol):
     async def _next(self, outgoing: _Outgoing, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
         """The next message to a call; None to end it."""
         message = await outgoing.get()
-        if not isinstance(message, status_pb2.Status):
-            return message
-        await context.abort_with_status(rpc_status.to_status(message))  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
-        raise AssertionError("abort_with_status does not return")
+        if isinstance(message, status_pb2.Status):
+            await _abort(context, message)
+        return message
+
+    async def _refuse_late(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """End a call that comes when all are to end, before the worker hears of it."""
+        if self._ending is not None:
+            await _abort(context, self._ending)
 
     async def _read(self, requests: AsyncIterator[bytes], number: int, outgoing: _Outgoing) -> None:
         try:
@@ -169,6 +176,11 @@ class Relay(asyncio.Protocol):
     def _send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
         assert self._transport is not None
         self._transport.write(pack_frame(kind, number, payload))
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], status: status_pb2.Status) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
+    raise AssertionError("abort_with_status does not return")
 
 
 class _Control:

@@ -52,7 +52,7 @@ class Ended:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
-    async def abort(self, *_status: Any) -> None:
+    async def abort_with_status(self, _status: Any) -> None:
         raise AbortError
 
 
