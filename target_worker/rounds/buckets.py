@@ -137,11 +137,23 @@ class RoundTimes:
         plain = max(self._candidates(sessions, has_prefill=False, is_widest=takes_all_nodes), key=rates.__getitem__)
         if not missing:
             return plain, PrefillAllowance(most=0)
-        limit_ns = (1 + self._cost.slowdown) * self._expected_ns(plain) if sessions else math.inf
         beside = self._candidates(sessions, has_prefill=True, is_widest=takes_all_nodes)
-        quickest_ns = min(map(self._expected_ns, beside))
+        return self._beside_prompts(beside, plain, rates, sessions=sessions, missing=missing, context=context)
+
+    def _beside_prompts(
+        self, beside: Sequence[int], plain: int, rates: Sequence[float], *, sessions: int, missing: int, context: int
+    ) -> tuple[int, PrefillAllowance]:
+        """Return the best of the buckets with prefill, and what it leaves to prompts; `plan` says which is the best.
+
+        Args:
+            beside: numbers of these buckets.
+            plain: number of the best one without prefill.
+            rates: expected tokens in the time of each bucket.
+            sessions, missing, context: as `plan` takes them.
+        """
+        limit_ns = (1 + self._cost.slowdown) * self._expected_ns(plain) if sessions else math.inf
         # Where none keeps to the limit, the quickest has to do.
-        in_time = [number for number in beside if self._expected_ns(number) <= max(limit_ns, quickest_ns)]
+        longest_ns = max(limit_ns, min(map(self._expected_ns, beside)))
 
         def allowance(number: int) -> PrefillAllowance:
             most = min(self._buckets[number].prefill, missing)
@@ -164,7 +176,7 @@ class RoundTimes:
                 later_ns = min(rounds_ns, default=later_ns)
             return rates[number] * round_ns - rate * (round_ns + later_ns)
 
-        best = max(in_time, key=progress)
+        best = max((number for number in beside if self._expected_ns(number) <= longest_ns), key=progress)
         return best, allowance(best)
 
     def _candidates(self, sessions: int, *, has_prefill: bool, is_widest: bool) -> list[int]:
