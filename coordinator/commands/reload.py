@@ -133,7 +133,7 @@ async def _stream(endpoint: str, tls: TlsConfig | None) -> AsyncIterator[_Stream
         call = registry_pb2_grpc.RegistryServiceStub(channel).Reload()
         try:
             yield _Stream(endpoint, call)
-            # By the time that it has ended at the coordinator's side, too, requests and other reloads may begin.
+            # Wait until the coordinator has ended the reload: only then may requests and other reloads begin.
             await call.done_writing()
             await call.read()
         finally:

@@ -3,11 +3,14 @@
 service ── GenerationRequest ──> scheduler ── SessionOpening, GrowthBatch ──> target
 service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <── RoundResults ── target
                                                          scheduler <── GrowthBatch ── draft
+
+Columns of `RoundResults` and `GrowthBatch` may be containers of the protobuf message that brought them: `[:]` makes
+lists of them.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -16,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.drafting.draft_distribution import DraftDistribution
-from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
+from outrider.drafting.growth_source import ALL_SOURCES, NUM_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.wire import split_by_counts
 
@@ -270,6 +273,9 @@ class TreeEnd(IntEnum):
     """Nothing stood in its place: growth is behind."""
 
 
+_NO_NODES = (0,) * NUM_SOURCES
+
+
 class Outcome(NamedTuple):
     """Outcome of a round for one session.
 
@@ -291,8 +297,8 @@ class Outcome(NamedTuple):
     token_ids: Sequence[int]
     accepted: int = 0
     selected: int = 0
-    selected_by_source: Sequence[int] = (0, 0, 0)
-    grown_by_source: Sequence[int] = (0, 0, 0)
+    selected_by_source: Sequence[int] = _NO_NODES
+    grown_by_source: Sequence[int] = _NO_NODES
     sources: Sequence[int] = ()
     is_over: bool = False
     cached_tokens: int = 0
@@ -304,9 +310,9 @@ class Outcome(NamedTuple):
 _TREE_ENDS = {int(end): end for end in TreeEnd}
 
 
-def _by_session(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+def _by_session(counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Return counts by source, session by session."""
-    return list(zip(counts[0::3], counts[1::3], counts[2::3], strict=True))
+    return list(zip(*(counts[source::NUM_SOURCES] for source in range(NUM_SOURCES)), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,8 +367,8 @@ class RoundResults:
     def outcomes(self) -> list[Outcome]:
         """The columns by session. Drafts hear what was committed before these are made."""
         selected = self.selected_counts[:]
-        by_source = _by_session(self.selected_by_source[:]) or ((count, 0, 0) for count in selected)
-        grown = _by_session(self.grown_by_source[:]) or itertools.repeat((0, 0, 0), len(selected))
+        by_source = _by_session(self.selected_by_source[:]) or ((count, *_NO_NODES[1:]) for count in selected)
+        grown = _by_session(self.grown_by_source[:]) or itertools.repeat(_NO_NODES, len(selected))
         tokens, sources = self.tokens[:], self.accepted_sources[:]
         # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
         columns = zip(
@@ -385,15 +391,6 @@ class RoundResults:
         return list(itertools.starmap(Outcome, columns))
 
 
-class Commit(NamedTuple):
-    """Tokens that a session has committed, for the draft. `position` is the committed length before them."""
-
-    session_id: int
-    epoch: int
-    position: int
-    token_ids: Sequence[int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Commits:
     """What S sessions have committed together, M tokens in all.
@@ -401,7 +398,7 @@ class Commits:
     Attributes:
         session_ids: [S]
         epochs: [S]
-        positions: [S] as of `Commit`.
+        positions: [S] committed length before these tokens.
         token_counts: [S]
         tokens: [M]
     """
@@ -411,10 +408,6 @@ class Commits:
     positions: Sequence[int]
     token_counts: Sequence[int]
     tokens: Sequence[int]
-
-    def __iter__(self) -> Iterator[Commit]:
-        token_ids = (self.tokens[span] for span in split_by_counts(self.token_counts))
-        return map(Commit, self.session_ids, self.epochs, self.positions, token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,15 +480,18 @@ class GrowthBatch:
     steps: int = 1
 
     def nodes_of(self, rows: Sequence[int]) -> slice | npt.NDArray[np.bool_]:
-        """Return what takes the nodes of some rows, in rising order, from a column of nodes."""
+        """Return an index that picks the nodes of `rows` (ascending) from a node column.
+
+        A slice for all rows, else a mask [N] bool.
+        """
         if len(rows) == len(self.node_counts):
             return slice(None)
-        is_one = np.zeros(len(self.node_counts), np.bool_)
-        is_one[list(rows)] = True
-        return np.repeat(is_one, self.node_counts[:])
+        is_picked = np.zeros(len(self.node_counts), np.bool_)
+        is_picked[list(rows)] = True
+        return np.repeat(is_picked, self.node_counts[:])
 
     def count_parents(self, rows: Sequence[int]) -> int:
-        """Count the nodes that have children among the nodes of some rows; a row's parents are its own."""
+        """Count distinct (row, parent) pairs among the nodes of `rows`."""
         owners = np.repeat(np.arange(len(self.node_counts)) << 32, self.node_counts[:])
         nodes = self.nodes_of(rows)
         parents = np.sort(owners[nodes] | self.parents[nodes])

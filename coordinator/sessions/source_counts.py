@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from outrider.coordinator.sessions.messages import Outcome, SourceCounts
-from outrider.drafting.growth_source import GrowthSource
-
-_SOURCES = tuple(GrowthSource)
+from outrider.drafting.growth_source import NUM_SOURCES, GrowthSource
 
 
 class SourceTally:
@@ -17,8 +15,7 @@ class SourceTally:
     __slots__ = ("_accepted", "_grown", "_submitted")
 
     def __init__(self) -> None:
-        # By source, in the order of their numbers, which begin with 1.
-        self._grown, self._submitted = ([0] * len(_SOURCES) for _ in range(2))
+        self._grown, self._submitted = ([0] * NUM_SOURCES for _ in range(2))
         # By bit set, since that is how nodes come: which sources have proposed them.
         self._accepted = Counter[int]()
 
@@ -50,7 +47,7 @@ class SourceTally:
         }
         return [
             SourceCounts(source, grown, submitted, accepted[source])
-            for source, grown, submitted in zip(_SOURCES, self._grown, self._submitted, strict=True)
+            for source, grown, submitted in zip(GrowthSource, self._grown, self._submitted, strict=True)
             if grown or accepted[source]
         ]
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from outrider.drafting.growth_source import NUM_SOURCES
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes
 
@@ -21,8 +22,8 @@ _MOST_STEPS = 1 << 10
 _SESSION_COLUMNS = (
     "epochs", "token_counts", "accepted_counts", "selected_counts", "finishes", "cached_tokens", "lost", "tree_ends",
 )  # fmt: skip
-# Sources that targets count nodes of; bit sets of sources have eight bits.
-_SOURCES, _MOST_SOURCES = 3, 255
+# Bit sets of sources have eight bits.
+_MOST_SOURCES = 255
 
 
 def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None:
@@ -50,15 +51,15 @@ def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None
     if any(map(operator.gt, accepted, selected)):
         raise ValueError("a session with more accepted nodes than verified ones are reported")
     if by_source := response.selected_by_source[:]:
-        if len(by_source) != _SOURCES * sessions:
+        if len(by_source) != NUM_SOURCES * sessions:
             raise ValueError(f"selected_by_source: {len(by_source)} entries given of {sessions} sessions")
-        if any(any(map(operator.gt, by_source[source::_SOURCES], selected)) for source in range(_SOURCES)):
+        if any(any(map(operator.gt, by_source[source::NUM_SOURCES], selected)) for source in range(NUM_SOURCES)):
             raise ValueError("a session with more verified nodes of one source than of all is reported")
-    if response.grown_by_source and len(response.grown_by_source) != _SOURCES * sessions:
+    if response.grown_by_source and len(response.grown_by_source) != NUM_SOURCES * sessions:
         raise ValueError(f"grown_by_source: {len(response.grown_by_source)} entries given of {sessions} sessions")
     # Behind the last accepted node there is one token at most, and none where that node has ended the session.
     if not set(map(operator.sub, counts, accepted)) <= {0, 1}:
-        raise ValueError("a session with as many tokens as its accepted nodes and one more at most is needed")
+        raise ValueError("token_counts: each must be accepted_counts, or one more")
     if response.logprobs and max(entry.row for entry in response.logprobs) >= sessions:
         raise ValueError("log probabilities of a row that there is not")
 

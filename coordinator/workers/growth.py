@@ -15,7 +15,7 @@ _SOURCES = {int(source): source for source in GrowthSource}
 
 
 def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch:
-    """Return a message's columns, checked. They are the message's own, so what is relayed of them is copied in C.
+    """Return a message's columns, checked. Columns alias the message, so that relaying them copies blocks.
 
     Args:
         vocab_size: ids from here on stand for no token.

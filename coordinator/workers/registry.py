@@ -24,6 +24,7 @@ from outrider.roles.worker import until_any
 from outrider.security.callers import check_registration
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2, registry_pb2_grpc
+from outrider.wire import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     def _check(self, introduction: registry_pb2.WorkerIntroduction) -> None:
         model, own = introduction.model, self._model
+        # First: other fields of another version may mean something else.
+        if introduction.wire_version != WIRE_VERSION:
+            raise WorkerRefused(
+                f"wire version {introduction.wire_version} of the worker is not {WIRE_VERSION} of the coordinator: "
+                "start coordinator and workers from one release of Outrider"
+            )
         if introduction.role not in {registry_pb2.WORKER_ROLE_DRAFT, registry_pb2.WORKER_ROLE_TARGET}:
             raise WorkerRefused("role: DRAFT or TARGET needed")
         if not introduction.worker_id or not introduction.address:

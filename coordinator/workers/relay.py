@@ -100,8 +100,8 @@ class Relay:
             return
         source, is_model = growth.source, growth.source is GrowthSource.MODEL
         grown, relayed = list[int](), 0
-        # By target: row, epoch there and place of each session's part.
-        parts: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        # Row, epoch at the target and place of each session's part.
+        rows_by_target: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
         drafter = Drafter(worker_id, source)
         columns = zip(
             growth.session_ids[:], growth.epochs[:], growth.again, growth.forgot, growth.complete,
@@ -126,7 +126,7 @@ class Relay:
             if is_again or has_forgotten:
                 self._tell_changes(target, session, drafter, growth, row)
             if count or is_complete:
-                parts[target.worker_id].append((row, session.target_epoch, session.places.index(drafter)))
+                rows_by_target[target.worker_id].append((row, session.target_epoch, session.places.index(drafter)))
         self._totals.dropped_nodes += len(growth.node_ids) - relayed
         self._totals.sources.note_growth(source, taken)
         if is_model:
@@ -137,9 +137,9 @@ class Relay:
                 sessions=len(grown),
                 expanded=growth.count_parents(grown),
             )
-        self._has_grown = self._has_grown or bool(parts)
-        for target_id, part in parts.items():
-            rows, epochs, places = zip(*part, strict=True)
+        self._has_grown = self._has_grown or bool(rows_by_target)
+        for target_id, target_rows in rows_by_target.items():
+            rows, epochs, places = zip(*target_rows, strict=True)
             self._targets[target_id].link.grow(_relayed(growth, rows, epochs, places))
 
     @staticmethod
@@ -170,24 +170,24 @@ class Relay:
         target, now_ns = self._targets.get(worker_id), clock.now_ns()
         if target is None:
             return
-        told = [
+        open_sessions = [
             (row, session)
             for row, (session_id, epoch) in enumerate(zip(results.session_ids[:], results.epochs[:], strict=True))
             if (session := self._session_of(target, session_id, epoch)) is not None
         ]
         try:
-            self._commit(told, results)
+            self._commit(open_sessions, results)
         finally:
-            # Kept whatever becomes of that.
+            # Tokens are kept even if a draft's link fails.
             outcomes = results.outcomes
-            self._take(target, [(session, outcomes[row]) for row, session in told], results, now_ns)
+            self._take(target, [(session, outcomes[row]) for row, session in open_sessions], results, now_ns)
 
     def _take(
-        self, target: TargetPeer, told: Sequence[tuple[Session, Outcome]], results: RoundResults, now_ns: int
+        self, target: TargetPeer, outcomes: Sequence[tuple[Session, Outcome]], results: RoundResults, now_ns: int
     ) -> None:
         """Add a round's tokens to its sessions, count them, and see to those that have ended."""
         taken, ended = list[tuple[Session, Outcome, int]](), list[Session]()
-        for session, outcome in told:
+        for session, outcome in outcomes:
             # Another choice of its request may have ended it.
             if session.is_finished:
                 continue
@@ -216,23 +216,23 @@ class Relay:
                 self._owner.take_fault(session, fault)
         self._deliver_soon()
 
-    def _commit(self, told: Sequence[tuple[int, Session]], results: RoundResults) -> None:
+    def _commit(self, open_sessions: Sequence[tuple[int, Session]], results: RoundResults) -> None:
         """Tell drafts what their sessions, each with its row, have got, before anything else is done with it.
 
         A session that has ended with it, perhaps before the last token, is closed there next.
         """
         counts = results.token_counts[:]
-        # By draft: rows, epochs and positions.
-        parts: defaultdict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
-        for row, session in told:
+        # Rows, epochs and positions.
+        rows_by_draft: defaultdict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+        for row, session in open_sessions:
             if counts[row]:
                 position = len(session.token_ids)
                 for draft_id, epoch in session.draft_epochs.items():
-                    rows, epochs, positions = parts[draft_id]
+                    rows, epochs, positions = rows_by_draft[draft_id]
                     rows.append(row)
                     epochs.append(epoch)
                     positions.append(position)
-        for draft_id, (rows, epochs, positions) in parts.items():
+        for draft_id, (rows, epochs, positions) in rows_by_draft.items():
             self._drafts.peers[draft_id].link.commit(
                 Commits(
                     session_ids=rows_of(results.session_ids, rows),

@@ -23,9 +23,11 @@ from outrider.security.tls import TlsConfig
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
-# Clients take 8 KiB of metadata by default. Violations stand there once more than a message, and one of them is cut so
-# that another fits.
-_MOST_MESSAGE_BYTES, _MOST_VIOLATIONS_BYTES, _MOST_VIOLATION_BYTES = 2_400, 2_100, 1_500
+# Clients take 8 KiB of metadata by default. Violations appear in the message and in the details, so all of them get
+# less than a message alone, and each has a bound of its own.
+_MOST_MESSAGE_BYTES, _MOST_VIOLATIONS_BYTES = 2_400, 2_100
+# Of one violation. Together they are below the bound of all, so that the first violation always fits.
+_MOST_FIELD_BYTES, _MOST_DESCRIPTION_BYTES = 300, 1_500
 # Of a character that a message carries escaped.
 _ESCAPED_BYTES = 12
 MAX_CONNECTIONS = 1_024
@@ -130,15 +132,20 @@ def _size(text: str) -> int:
 
 
 def _fitting_violations(violations: Sequence[errors.FieldViolation]) -> list[errors.FieldViolation]:
-    """As many as trailing metadata hold, and how many more there are; a worker's text may be of any length."""
+    """Return as many as trailing metadata hold, one at least, and behind them how many more there are.
+
+    Names and descriptions are cut where they are long: a worker's text, or a client's, may be of any length.
+    """
     size, kept = 0, []
     for violation in violations:
-        description = _fitting(violation.description, _MOST_VIOLATION_BYTES)
-        size += _size(violation.field) + _size(description) + 4
+        field = _fitting(violation.field, _MOST_FIELD_BYTES)
+        description = _fitting(violation.description, _MOST_DESCRIPTION_BYTES)
+        size += _size(field) + _size(description) + 4
         if size > _MOST_VIOLATIONS_BYTES:
             rest = len(violations) - len(kept)
-            return [*kept, errors.FieldViolation("request", f"{rest} more fields are wrong: correct these first")]
-        kept.append(errors.FieldViolation(violation.field, description))
+            wrong = "1 more field is wrong" if rest == 1 else f"{rest} more fields are wrong"
+            return [*kept, errors.FieldViolation("request", f"{wrong}: correct these first")]
+        kept.append(errors.FieldViolation(field, description))
     return kept
 
 

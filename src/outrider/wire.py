@@ -15,6 +15,10 @@ Float32Array = npt.NDArray[np.float32]
 UInt32Array = npt.NDArray[np.uint32]
 T = TypeVar("T")
 
+WIRE_VERSION = 3
+"""Version of the messages between coordinator and workers. Raise it when any of them changes its meaning, so that roles
+of different releases refuse each other instead of misreading each other. A field that receivers may ignore needs none.
+"""
 MOST_NODES = 256
 """Nodes of one session that a pool holds, and so that one message brings."""
 

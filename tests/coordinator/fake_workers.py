@@ -26,7 +26,7 @@ from outrider.coordinator.workers.links import Latency
 from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import target_pb2
-from outrider.wire import floats_from_bytes, uints_from_bytes
+from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes
 
 VOCABULARY = 50
 PLACES = 4
@@ -44,6 +44,20 @@ def expected_output(prompt: Sequence[int], sampling: SamplingSpec) -> list[int]:
         if token_ids[-1] in sampling.stop_token_ids:
             break
     return token_ids[len(prompt) :]
+
+
+class Commit(NamedTuple):
+    """Tokens that one session has committed. `position` is the committed length before them."""
+
+    session_id: int
+    epoch: int
+    position: int
+    token_ids: Sequence[int]
+
+
+def commits_by_session(commits: Commits) -> Iterator[Commit]:
+    token_ids = (commits.tokens[span] for span in split_by_counts(commits.token_counts))
+    return map(Commit, commits.session_ids, commits.epochs, commits.positions, token_ids)
 
 
 def batch_of(*growths: Growth) -> GrowthBatch:
@@ -450,7 +464,7 @@ class FakeDraft:
 
     def commit(self, commits: Commits) -> None:
         self.commits += 1
-        for commit in commits:
+        for commit in commits_by_session(commits):
             # One that was closed with this round hears of it once more.
             if (session := self.sessions.get(commit.session_id)) is not None:
                 assert (session.epoch, len(session.tokens)) == (commit.epoch, commit.position)

@@ -14,6 +14,7 @@ from outrider.roles.registration import Registration
 from outrider.rpc import RoleServer
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2, registry_pb2, target_pb2, target_pb2_grpc
+from outrider.wire import WIRE_VERSION
 
 VOCABULARY = 256
 LENGTH = 12
@@ -92,6 +93,7 @@ class ReloadingTarget(RoundServicer):
             address=self._server.address,
             model=model,
             limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
+            wire_version=WIRE_VERSION,
         )
         self._registered = [
             asyncio.create_task(Registration(each.address, introduction, self._load).keep())

@@ -81,7 +81,7 @@ def test_what_a_target_says_is_taken():
     ],
 )
 def test_what_no_target_says_is_refused(changes):
-    with pytest.raises(ValueError, match=r"needed|given|reported|twice|there is not|no set"):
+    with pytest.raises(ValueError, match=r"needed|given|reported|twice|there is not|no set|or one more"):
         check(results(**changes))
 
 

@@ -28,7 +28,7 @@ from outrider.v1 import (
     registry_pb2_grpc,
     target_pb2_grpc,
 )
-from outrider.wire import floats_to_bytes, uints_from_bytes, uints_to_bytes
+from outrider.wire import WIRE_VERSION, floats_to_bytes, uints_from_bytes, uints_to_bytes
 
 VOCABULARY = 256
 LOAD = common_pb2.WorkerLoad(sessions=3)
@@ -161,6 +161,7 @@ class Worker:
                 name="fake", vocab_size=VOCABULARY, tokenizer_hash=self.hash, max_model_len=512
             ),
             "limits": registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
+            "wire_version": WIRE_VERSION,
         }
         yield registry_pb2.WorkerReport(introduction=registry_pb2.WorkerIntroduction(**settings | self.changes))
         await self.registered.wait()
@@ -384,6 +385,20 @@ async def test_a_stranger_is_refused_with_the_reason(coordinator, model_folder):
         await worker.registered.wait()
         assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
         assert "max_model_len" in worker.details
+    assert not coordinator.registry.statuses()
+
+
+@pytest.mark.parametrize("version", [WIRE_VERSION - 1, WIRE_VERSION + 1, 0], ids=["older", "newer", "none"])
+async def test_a_worker_of_another_release_is_refused_with_both_versions(coordinator, model_folder, version):
+    # Whatever else it says may mean something else to this release.
+    unread = common_pb2.ModelInfo()
+    async with draft_worker(coordinator, model_folder, wire_version=version, model=unread) as worker:
+        await worker.registered.wait()
+    assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert worker.details == (
+        f"wire version {version} of the worker is not {WIRE_VERSION} of the coordinator: "
+        "start coordinator and workers from one release of Outrider"
+    )
     assert not coordinator.registry.statuses()
 
 

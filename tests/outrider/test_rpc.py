@@ -146,6 +146,20 @@ def test_a_targets_reason_of_any_length_fits_the_metadata(reason: str):
     assert f"request: {details_of(status)[0].description}" == status.message
 
 
+@pytest.mark.parametrize(("count", "rest"), [(1, ""), (2, "1 more field is wrong"), (3, "2 more fields are wrong")])
+@pytest.mark.parametrize("name", ["top_p", "x" * 50_000, "\U0001f600" * 9_000])
+def test_the_first_violation_always_travels_and_the_rest_are_counted(name: str, count: int, rest: str):
+    status = rpc.status_of(errors.InvalidRequest([errors.FieldViolation(name, "too_long_" * 9_000)] * count))
+    assert metadata_bytes(status) < 7_000
+    first, *others = details_of(status)
+    cut = name if len(name) < 50 else f"{first.field.removesuffix(' ...')} ..."
+    assert first.field == cut and name.startswith(first.field[:20])
+    assert first.description.startswith("too_long_too_long_") and first.description.endswith(" ...")
+    assert [(other.field, other.description) for other in others] == (
+        [("request", f"{rest}: correct these first")] if rest else []
+    )
+
+
 def metadata_bytes(status: status_pb2.Status) -> float:
     return len(quote(status.message)) + len(status.SerializeToString()) * 4 / 3
 

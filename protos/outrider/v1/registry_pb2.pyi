@@ -99,7 +99,7 @@ class WorkerReport(_message.Message):
     def __init__(self, introduction: _Optional[_Union[WorkerIntroduction, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class WorkerIntroduction(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "model", "limits", "version", "name", "sources")
+    __slots__ = ("worker_id", "role", "address", "model", "limits", "version", "name", "sources", "wire_version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class WorkerIntroduction(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     address: str
@@ -116,7 +117,8 @@ class WorkerIntroduction(_message.Message):
     version: str
     name: str
     sources: _containers.RepeatedScalarFieldContainer[_common_pb2.GrowthSource]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class WorkerLimits(_message.Message):
     __slots__ = ("max_sessions", "max_tree_nodes", "max_step_tokens")

@@ -28,6 +28,8 @@ _TO_PROTO = {
     GrowthSource.NGRAM: common_pb2.GROWTH_SOURCE_NGRAM,
     GrowthSource.EAGLE: common_pb2.GROWTH_SOURCE_EAGLE,
 }
+NUM_SOURCES = len(GrowthSource)
+"""Entries of counts by source, in the order of the sources' numbers, which begin with 1."""
 WORDS = tuple(source.word for source in GrowthSource)
 ALL_SOURCES = frozenset(GrowthSource)
 

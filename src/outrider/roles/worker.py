@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from outrider import __version__
 from outrider.drafting.growth_source import GrowthSource, sources_to_proto
 from outrider.v1 import common_pb2, registry_pb2
+from outrider.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
     from outrider.engine.checkpoint import ModelCard
@@ -68,6 +69,7 @@ def introduce(
         version=__version__,
         name=name,
         sources=sources_to_proto(sources),
+        wire_version=WIRE_VERSION,
     )
 
 

@@ -24,8 +24,7 @@ class WorkerConfig(ABC):
         advertised_host: host under which coordinators dial this worker; default `host`.
         coordinators: to register at; none serves whoever dials. host:port, or lists that may change while this runs:
             file:PATH (one address a line), dns:NAME:PORT (every address of the name).
-        name: the same after a restart, such as a place or a number: what coordinators know a worker by that is lost
-            again and again.
+        name: stable across restarts: coordinators recognise by it a worker that keeps failing.
         drain_s: longest that coordinators get to move their sessions away, or end them, when this is told to stop.
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
