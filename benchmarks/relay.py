@@ -29,7 +29,7 @@ from outrider.models import embedded_target_path
 from outrider.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, target_pb2
-from outrider.wire import floats_to_bytes, uints_to_bytes
+from outrider.wire import WIRE_VERSION, floats_to_bytes, uints_to_bytes
 
 _VOCAB_SIZE, _MODEL_LEN, _PROMPT = 8192, 2048, 64
 _NEW, _CLIENTS = 1900, 2
@@ -253,7 +253,13 @@ class Workers:
         )  # fmt: skip
         limits = registry_pb2.WorkerLimits(max_sessions=2 * self._options.sessions, max_tree_nodes=64)
         introduction = registry_pb2.WorkerIntroduction(
-            worker_id=name, name=name, role=role, address=address, model=model, limits=limits
+            worker_id=name,
+            name=name,
+            role=role,
+            address=address,
+            model=model,
+            limits=limits,
+            wire_version=WIRE_VERSION,
         )
         async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
             call = channel.stream_stream("/outrider.v1.RegistryService/Register")()

@@ -9,7 +9,7 @@ import itertools
 from benchmarks.fuzz_bench.tiny_service import MODEL_LEN, VOCAB_SIZE
 
 from outrider.v1 import common_pb2, draft_pb2, registry_pb2, target_pb2
-from outrider.wire import floats_to_bytes, uints_to_bytes
+from outrider.wire import WIRE_VERSION, floats_to_bytes, uints_to_bytes
 
 _SLOTS = 100
 
@@ -26,6 +26,7 @@ def introduction(number: int, *, address: str, is_target: bool, tokenizer_hash: 
                 name="evil", vocab_size=VOCAB_SIZE, tokenizer_hash=tokenizer_hash, max_model_len=MODEL_LEN
             ),
             limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=16, max_step_tokens=64),
+            wire_version=WIRE_VERSION,
         )
     )
 

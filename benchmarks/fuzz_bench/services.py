@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, registry_pb2, target_pb2
-from outrider.wire import floats_to_bytes, uints_from_bytes, uints_to_bytes
+from outrider.wire import WIRE_VERSION, floats_to_bytes, uints_from_bytes, uints_to_bytes
 
 Status = grpc.StatusCode
 _ANSWERED = frozenset({Status.OK, Status.INVALID_ARGUMENT})
@@ -149,6 +149,7 @@ def _registry(tokenizer_hash: str) -> list[Target]:
                 name="fuzzed", vocab_size=VOCAB_SIZE, tokenizer_hash=tokenizer_hash, max_model_len=MODEL_LEN
             ),
             limits=registry_pb2.WorkerLimits(max_sessions=4, max_tree_nodes=16, max_step_tokens=64),
+            wire_version=WIRE_VERSION,
         )
         load = common_pb2.WorkerLoad(sessions=1, slots_used=2, slots_total=100, steps=7, busy=0.5)
         hello = registry_pb2.WorkerReport(introduction=introduction)
