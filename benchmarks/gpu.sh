@@ -1,18 +1,18 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [one-gpu] [four-gpus] [pool] [rounds]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [arriving] [one-gpu] [four-gpus] [pool] [rounds]
 #
-# Without names everything but the last three, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end
-# and replicas. Only by name: four-gpus (ten minutes); pool, the candidate pool's tests, sanitizers and figures (four minutes); rounds, a target's
-# rounds in process (six).
+# Without names everything but the last three, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end,
+# replicas and arriving. Only by name: four-gpus (ten minutes); pool, the candidate pool's tests, sanitizers and figures
+# (four minutes); rounds, a target's rounds in process (six).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
-[ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas one-gpu
+[ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas arriving one-gpu
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
@@ -88,6 +88,10 @@ for name in "$@"; do
         # A machine's cores are shared by what is started.
         end-to-end) end_to_end end_to_end 280 --setups 1+1 --sessions 1 16 64 4 --temperatures 0 1 --prepare 2.5 ;;
         replicas) end_to_end replicas 150 --setups 1+1 0+2 --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
+        arriving) widened target 8b 8192
+            widened draft 160m 8192
+            end_to_end arriving 100 --setups 1+1 --modes off async --sessions 32 --temperatures 0 --max-new-tokens 3000 \
+                --target "$checkpoints/target-8b-8192" --draft "$checkpoints/draft-160m-8192" --arriving 128 4096 ;;
         # One draft for three targets, two for two, and none: tokens/s per GPU says how many targets a draft can feed.
         four-gpus) end_to_end four_gpus 560 --gpus 4 --setups 1+1 1+3 2+2 0+4 --modes off async --sessions 64 128 192 \
             --temperatures 0 1 --warm-up 1 --measure 2 ;;
@@ -103,7 +107,7 @@ for name in "$@"; do
             rounds rounds_timeline 90 --modes replay --sessions 1 --max-new-tokens 768 --rounds 100 --chance 0.9 \
                 --timeline "$out/rounds_timeline.png" ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups resident shared --sessions 1 16 64 --temperatures 0 1 ;;
-        *) echo "$name is none of tests, ranks, draft, end-to-end, replicas, four-gpus, one-gpu, pool, rounds" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, draft, end-to-end, replicas, arriving, four-gpus, one-gpu, pool, rounds" >&2; exit 2 ;;
     esac
 done
 exit $failed
