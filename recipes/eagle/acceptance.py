@@ -31,11 +31,11 @@ from outrider.models import (
 )
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.drafters.loading import load_draft
-from outrider.target_worker.rounds.buckets import RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.round_times import LearnedTimes
 from outrider.target_worker.rounds.step_cost import StepCost
 from outrider.target_worker.sessions.requests import OpenRequest
 
@@ -54,7 +54,7 @@ class GivenSteps(DraftSteps):
         return self._given if sessions else 0
 
 
-class AllNodes(RoundTimes):
+class AllNodes(LearnedTimes):
     """Every node is worth its row."""
 
     @property
@@ -84,7 +84,8 @@ def measure(
     program = RoundProgram.of_runner(runner, config, draft=load_draft(runner, drafter, branching=branching))
     assert program.drafter is not None
     program.drafter.pace = GivenSteps(steps)
-    times = AllNodes(program.buckets, StepCost(slowdown=config.prefill_slowdown, prior_rows=32))
+    (bucket,) = program.buckets
+    times = AllNodes(bucket, StepCost(slowdown=config.prefill_slowdown, prior_rows=32))
     loop = RoundLoop(runner, config, times=times, program=program)
     rounds = tokens = 0
     for number, prompt in enumerate(prompts):

@@ -35,13 +35,13 @@ from outrider.kernels.verification.walk import Finish
 from outrider.roles.start_progress import report_stage
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.admission import Admission, Chunk
-from outrider.target_worker.rounds.buckets import RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.report import RoundReport
+from outrider.target_worker.rounds.round_times import CapturedTimes, Demand, LearnedTimes, RoundTimes
 from outrider.target_worker.rounds.session import Level, Session, SessionResult
 from outrider.target_worker.rounds.step_cost import StepCost, StepShape, prefill_pairs
 from outrider.target_worker.sessions.requests import (
@@ -54,8 +54,8 @@ from outrider.target_worker.sessions.requests import (
 )
 from outrider.wire import split_by_counts
 
-# Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
-# prefill always moves.
+# Without graphs: prefill rows that are taken to cost as much as a verification before anything was measured, and those
+# by which prefill always moves.
 _CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
 # Where a round has left a tree that has not got the last token.
 _LEFT = (TreeEnd.MISSED, TreeEnd.STARVED)
@@ -104,9 +104,7 @@ class RoundLoop:
         self._kv = RowKv(runner.slots, remembers=runner.config.enable_prefix_caching)
         self._admission = Admission(self._inbox, self._program, self._kv, config)
         self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
-        prior_rows, least_rows = _GPU_PREFILL if runner.device.type == "cuda" else _CPU_PREFILL
-        cost = StepCost(slowdown=config.prefill_slowdown, prior_rows=prior_rows, least_rows=least_rows)
-        self._times = times or RoundTimes(self._program.buckets, cost, self._program.captured_ns)
+        self._times = times or self._round_times()
         # By key, in the order of their first opening; by row, those that the device knows.
         self._sessions: dict[SessionKey, Session] = {}
         self._by_row = self._admission.by_row
@@ -583,12 +581,14 @@ class RoundLoop:
         is_sync = any(session.is_sync for session in running)
         bucket, allowance = self._times.plan(
             self._gains,
-            sessions=len(running),
-            keys=sum(session.length for session in running),
-            rows=max(len(running), self._verified_rows),
-            missing=sum(session.length - 1 - session.planned for session in prompts),
-            context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
-            takes_all_nodes=is_sync,
+            Demand(
+                sessions=len(running),
+                keys=sum(session.length for session in running),
+                rows=max(len(running), self._verified_rows),
+                missing=sum(session.length - 1 - session.planned for session in prompts),
+                context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
+                takes_all_nodes=is_sync,
+            ),
         )
         planned = self._admission.plan_chunks(prompts, allowance)
         prefill = sum(chunk.size for chunk in planned)
@@ -600,6 +600,14 @@ class RoundLoop:
         self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
         self._launched.append(_Launched(bucket=bucket, chunks=planned, growth_steps=growth_steps))
         self._rounds.launched()
+
+    def _round_times(self) -> RoundTimes:
+        buckets, slowdown = self._program.buckets, self._config.prefill_slowdown
+        if self._program.captured_ns:
+            return CapturedTimes(buckets, self._program.captured_ns, slowdown=slowdown)
+        (bucket,) = buckets
+        prior_rows, least_rows = _GPU_PREFILL if self._runner.device.type == "cuda" else _CPU_PREFILL
+        return LearnedTimes(bucket, StepCost(slowdown=slowdown, prior_rows=prior_rows, least_rows=least_rows))
 
     def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:
         if not sampling.grammar:

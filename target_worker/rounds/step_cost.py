@@ -117,7 +117,7 @@ class StepCost:
     """
 
     def __init__(self, *, slowdown: float, prior_rows: int, least_rows: int = 32) -> None:
-        self.slowdown, self.least_rows = slowdown, least_rows
+        self._slowdown, self._least_rows = slowdown, least_rows
         self._prior_rows = prior_rows
         self._alone, self._beside = _Fit(3), _Fit(2, forget=_FORGET_BESIDE)
         self._tried = float(least_rows)
@@ -158,12 +158,12 @@ class StepCost:
         if self._since_alone >= (_PROBE_STEPS if known_ns is not None else _PROBE_STEPS // 8):
             return PrefillAllowance(most=0)
         if known_ns is None or self._beside.observed < _BELIEVED:
-            return PrefillAllowance(most=min(most, max(self.least_rows, int(self.slowdown * self._prior_rows))))
+            return PrefillAllowance(most=min(most, max(self._least_rows, int(self._slowdown * self._prior_rows))))
         row, pair = self._beside.weights
         return PrefillAllowance(
-            most=min(most, max(self.least_rows, int(_GROWTH * self._tried) + _GROWTH_ROWS)),
-            least=self.least_rows,
-            time_ns=self.slowdown * known_ns,
+            most=min(most, max(self._least_rows, int(_GROWTH * self._tried) + _GROWTH_ROWS)),
+            least=self._least_rows,
+            time_ns=self._slowdown * known_ns,
             row_ns=row / _ROWS,
             pair_ns=pair / _PAIRS,
         )

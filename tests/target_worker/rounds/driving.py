@@ -16,14 +16,15 @@ from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.drafters.model import DraftModel
-from outrider.target_worker.rounds.buckets import Bucket, RoundTimes
+from outrider.target_worker.rounds.buckets import Bucket
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.round_times import CapturedTimes, Demand
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost
+from outrider.target_worker.rounds.step_cost import PrefillAllowance
 from outrider.target_worker.sessions.requests import OpenRequest
 
 # Of the models: the fixture `device` sets it.
@@ -57,21 +58,18 @@ Tree = tuple[list[int], list[int]]
 NO_TREE: Tree = ([], [])
 
 
-class FixedTimes(RoundTimes):
+class FixedTimes(CapturedTimes):
     """Every node is worth its row, and prompts are computed in chunks of a given size, however busy the machine is."""
 
     def __init__(self, buckets: Sequence[Bucket], chunk: int) -> None:
-        captured_ns = [1e6 + 1e3 * (bucket.rows + bucket.prefill) for bucket in buckets if len(buckets) > 1]
-        super().__init__(buckets, StepCost(slowdown=0.3, prior_rows=32), captured_ns)
+        captured_ns = [1e6 + 1e3 * (bucket.rows + bucket.prefill) for bucket in buckets]
+        super().__init__(buckets, captured_ns, slowdown=0.3)
         self._chunk = chunk
 
-    @property
-    def least_value(self) -> float:
-        return 0.0
-
-    def plan(self, gains: npt.NDArray[np.int64], *, missing: int, **situation: Any) -> tuple[int, PrefillAllowance]:
-        bucket, _ = super().plan(gains, missing=missing, **situation)
-        return bucket, PrefillAllowance(most=min(missing, self._chunk, self._buckets[bucket].prefill))
+    def plan(self, gains: npt.NDArray[np.int64], demand: Demand) -> tuple[int, PrefillAllowance]:
+        # Without graphs there is one bucket.
+        bucket = 0 if len(self._buckets) == 1 else super().plan(gains, demand)[0]
+        return bucket, PrefillAllowance(most=min(demand.missing, self._chunk, self._buckets[bucket].prefill))
 
 
 class FixedSteps(DraftSteps):
