@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from benchmarks.end_bench.cells import Setup
 
@@ -19,6 +19,8 @@ from outrider.client import AsyncClient
 _RUN_IN_S, _USUAL_S = 3.0, 1.0
 # Arrivals that do not count: the target learns from them what prefill takes.
 _WARM_UPS = 2
+# For a first token.
+_PATIENCE_S = 60.0
 # Between a first token and the next arrival, and how much of that belongs to the arrival.
 _APART_S, _BEHIND_S = 0.2, 0.05
 
@@ -37,16 +39,11 @@ class Arrivals:
     """
 
     setup: Setup
-    mode: str
+    mode: Literal["async", "sync", "off"]
     temperature: float
     running: int
     prompt_tokens: int
     count: int
-
-    @property
-    def speculation(self) -> Literal["async", "sync", "off"]:
-        """As requests say it."""
-        return cast("Literal['async', 'sync', 'off']", self.mode)
 
     @property
     def name(self) -> str:
@@ -74,6 +71,7 @@ def measure(
 
     Raises:
         OutriderError: a request failed.
+        TimeoutError: a prompt got no token for a minute.
     """
     return asyncio.run(_measure(arrivals, endpoint, prompts, max_new_tokens))
 
@@ -140,7 +138,7 @@ class _Session:
                 temperature=arrivals.temperature,
                 seed=count,
                 ignore_eos=True,
-                speculation=arrivals.speculation,
+                speculation=arrivals.mode,
             )
             async with stream:
                 async for delta in stream:
@@ -150,16 +148,20 @@ class _Session:
 
 def _longest_s(sessions: Sequence[_Session], began_s: float, ended_s: float) -> float:
     """The longest time between tokens of one request that overlaps a span of time; 0 without any."""
-    pairs = itertools.chain.from_iterable(
-        itertools.pairwise(times) for session in sessions for times in session.requests
+    # A session that still waits does so until now.
+    now = time.monotonic()
+    requests = itertools.chain.from_iterable(
+        [*session.requests[:-1], [*session.requests[-1], now]] for session in sessions if session.requests
     )
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, requests))
     return max((after - before for before, after in pairs if after >= began_s and before <= ended_s), default=0.0)
 
 
 async def _first_token(client: AsyncClient, prompt: Sequence[int], arrivals: Arrivals) -> None:
-    async with client.stream(
-        prompt, max_new_tokens=2, temperature=arrivals.temperature, seed=1, speculation=arrivals.speculation
-    ) as stream:
+    stream = client.stream(
+        prompt, max_new_tokens=2, temperature=arrivals.temperature, seed=1, ignore_eos=True, speculation=arrivals.mode
+    )
+    async with asyncio.timeout(_PATIENCE_S), stream:
         async for delta in stream:
             if delta.token_ids:
                 return

@@ -1,4 +1,4 @@
-"""What benchmarks/end_to_end.py does: start, measure cell after cell, stop, tell."""
+"""The run of benchmarks/end_to_end.py: start, measure cell after cell, stop, tell."""
 
 from __future__ import annotations
 
@@ -154,11 +154,15 @@ def _measure_arrivals(run: Run, bench: Bench, asked: Arrivals, say: Callable[[st
         run.left_out.append(asked.name)
         return
     endpoint = bench.services.endpoints[asked.setup]
+    if bench.services.links is not None:
+        bench.services.links.lengthen("", 0.0)
     try:
         found = arrivals.measure(asked, endpoint, bench.prompts, max_new_tokens=bench.max_new_tokens)
-    except (OutriderError, ExceptionGroup) as error:
+    except (OutriderError, TimeoutError, ExceptionGroup) as error:
         run.failures[asked.name] = repr(error)
+        say(f"{asked.name}: failed: {error!r}")
         bench.services.check_alive()
+        run.write()
         return
     run.arrivals.append(found)
     first, longest, usual = (found[name][0] for name in ("ttft_ms", "longest_ms", "usual_longest_ms"))
@@ -168,7 +172,7 @@ def _measure_arrivals(run: Run, bench: Bench, asked: Arrivals, say: Callable[[st
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What measures cells.
+    """Measures cells.
 
     Attributes:
         services: that are measured.

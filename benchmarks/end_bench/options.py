@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, cast
 
 from benchmarks.end_bench.arrivals import Arrivals
 from benchmarks.end_bench.cells import Cell, Plan, Setup
@@ -84,7 +85,7 @@ def arrivals_of(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[Ar
     return [
         Arrivals(
             setup=setup,
-            mode=mode,
+            mode=cast("Literal['async', 'sync', 'off']", mode),
             temperature=arguments.temperatures[0],
             running=max(arguments.sessions),
             prompt_tokens=tokens,
@@ -153,6 +154,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(given)
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft: give both folders or none")
+    if options.arrivals < 1:
+        parser.error(f"--arrivals: {options.arrivals} given, 1 or more needed")
     if options.gpus < 1:
         parser.error(f"--gpus: {options.gpus} given, 1 or more needed")
     if options.target_gpus < 1:

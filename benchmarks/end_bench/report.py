@@ -74,7 +74,7 @@ def _shown(value: Any, form: str) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """The machine that the numbers were taken on."""
     found: dict[str, Any] = {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),

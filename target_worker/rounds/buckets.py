@@ -51,14 +51,16 @@ def round_buckets(config: RoundConfig, *, on_gpu: bool) -> list[Bucket]:
     found: dict[Bucket, None] = {}
     for rung in rungs:
         for fitting in (*(count for count in _SESSIONS if count < sessions), sessions):
-            bound = most if fitting == 1 else rung if fitting == sessions else _MOST_ON_AVERAGE * fitting
+            # One session fills the rung that holds all its rows; all sessions any rung.
+            one = next((other for other in rungs if other >= most), widest)
+            bound = one if fitting == 1 else rung if fitting == sessions else _MOST_ON_AVERAGE * fitting
             if fitting <= rung <= bound:
                 found[Bucket(rows=rung, sessions=fitting, most=min(most, rung), prefill=0)] = None
     # The last one holds all rows that sessions can have.
     all_rows = next((rung for rung in rungs if rung >= most * sessions), widest)
     beside = sorted({all_rows} | {rung for rung in rungs if rung in _PREFILL and min(sessions, 64) <= rung <= all_rows})
     for rung in beside:
-        sizes = _PREFILL.get(rung, (64, 128)) + (config.max_prefill_tokens,) * (rung == beside[0])
+        sizes = (*_PREFILL[64], config.max_prefill_tokens) if rung == beside[0] else _PREFILL.get(rung, (64, 128))
         for size in sizes:
             fitting, prefill = min(sessions, rung) + MAX_CHUNKS, min(size, config.max_prefill_tokens)
             found[Bucket(rows=rung, sessions=fitting, most=min(most, rung), prefill=prefill)] = None

@@ -408,7 +408,8 @@ class RoundLoop:
         growth_steps = [] if self._drafter is None else self._drafter.read(launched.growth_steps)
         drafted_ns = sum(step_ns for _, step_ns in growth_steps)
         self._times.note(launched.bucket, shape, round_ns, tokens=tokens, drafted_ns=drafted_ns)
-        self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
+        if read.sessions:
+            self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
         self._ended_ns, self._verified_rows = ended, read.verified_rows
         plain_ns = self._times.plain_ns(launched.bucket, shape, round_ns, sessions=read.sessions)
         if self._drafter is not None and read.sessions and not shape.prefill_rows:
@@ -578,13 +579,16 @@ class RoundLoop:
         self._tell_reach()
         running = [session for session in self._by_row if session is not None and session.is_running]
         prompts = [session for session in self._sessions.values() if session.is_prefilling]
+        # Those whose last chunk is under way are running by then.
+        entering = sum(session.is_entering for session in self._sessions.values())
         is_sync = any(session.is_sync for session in running)
         bucket, allowance = self._times.plan(
             self._gains,
             Demand(
-                sessions=len(running),
+                sessions=len(running) + entering,
                 keys=sum(session.length for session in running),
                 rows=max(len(running), self._verified_rows),
+                prompts=len(prompts),
                 missing=sum(session.length - 1 - session.planned for session in prompts),
                 context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
                 takes_all_nodes=is_sync,

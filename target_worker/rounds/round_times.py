@@ -1,4 +1,4 @@
-"""What rounds take, and which bucket, nodes and prompt rows pay in that time.
+"""Times of rounds, and the bucket, nodes and prompt rows that pay in them.
 
 The objective is expected tokens in the time of the round: those of the sessions that run for certain, and the values of
 the nodes that are verified, times a ratio that is learned. What is known of times differs: `CapturedTimes` has one for
@@ -14,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.kernels.pool.select import GAIN_SCALE
-from outrider.target_worker.rounds.buckets import Bucket
+from outrider.target_worker.rounds.buckets import MAX_CHUNKS, Bucket
 from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, StepShape
 
 # Share of a round in the averages: of what it takes beyond its bucket's time, of tokens and time, of acceptance.
 _BEYOND_SHARE, _RATE_SHARE, _RATIO_SHARE = 0.05, 0.1, 0.01
-# Forgetting factor of the fit of prompt attention time, and the (row, key) pairs below which a round hardly counts.
+# Forgetting factor of the fit of prompt attention time, and the (row, key) pairs below which a round says nothing.
 _PAIRS_FORGET, _FEW_PAIRS = 0.9, 262_144.0
+# Prompt rows that always move, however many keys they see.
+_LEAST_ROWS = 32
 # However few nodes are accepted, some are tried.
 _LEAST_RATIO = 0.1
 # How much a round without nodes forgets of how few were accepted: after a while some are tried again.
@@ -29,13 +31,14 @@ _FORGOTTEN_SHARE = 1 / 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What the next round may serve.
+    """Sessions and prompts that the next round may serve.
 
     Attributes:
-        sessions: that are running.
+        sessions: that are running when it begins.
         keys: their committed tokens.
         rows: that they verify.
-        missing: tokens of prompts that have still to be computed.
+        prompts: sessions whose prompts have still to be computed; each may be running in the round of its last chunk.
+        missing: tokens of these.
         context: tokens before the first of these.
         takes_all_nodes: verify every node, for sessions in sync mode.
     """
@@ -43,6 +46,7 @@ class Demand:
     sessions: int
     keys: int = 0
     rows: int = 0
+    prompts: int = 0
     missing: int = 0
     context: int = 0
     takes_all_nodes: bool = False
@@ -84,15 +88,6 @@ class RoundTimes(ABC):
             drafted_ns: what resident drafters took before it.
         """
 
-    @abstractmethod
-    def saved_ns(self, bucket: int, shape: StepShape, *, sessions: int) -> float:
-        """What a round would have taken less without nodes.
-
-        Args:
-            bucket, shape: as `note` takes them.
-            sessions: with verified rows.
-        """
-
     def plain_ns(self, bucket: int, shape: StepShape, round_ns: int, *, sessions: int) -> int:
         """Return what a round would have taken without nodes, which is never more than it took.
 
@@ -100,7 +95,11 @@ class RoundTimes(ABC):
             bucket, shape, round_ns: as `note` takes them.
             sessions: with verified rows.
         """
-        return round_ns - int(min(max(self.saved_ns(bucket, shape, sessions=sessions), 0.0), round_ns))
+        return round_ns - int(min(max(self._saved_ns(bucket, shape, sessions), 0.0), round_ns))
+
+    @abstractmethod
+    def _saved_ns(self, bucket: int, shape: StepShape, sessions: int) -> float:
+        """Nanoseconds that a round would have taken less without nodes; arguments as of `plain_ns`."""
 
     def note_accepted(self, accepted: int, expected: float) -> None:
         """Learn how many nodes were accepted of what their values let expect."""
@@ -146,8 +145,7 @@ class LearnedTimes(RoundTimes):
             self._tokens += _RATE_SHARE * (tokens - self._tokens)
             self._round_ns += _RATE_SHARE * (round_ns + drafted_ns - self._round_ns)
 
-    def saved_ns(self, bucket: int, shape: StepShape, *, sessions: int) -> float:
-        """See `RoundTimes`."""
+    def _saved_ns(self, bucket: int, shape: StepShape, sessions: int) -> float:
         return (self._cost.row_ns or 0.0) * (shape.verify_rows - sessions)
 
 
@@ -163,16 +161,12 @@ class CapturedTimes(RoundTimes):
         buckets: the shapes.
         captured_ns: what an empty round of each took when it was captured.
         slowdown: how much longer a round may take for the sake of prompts: 0.3 is 30 %.
-        least_rows: rows by which prompts always move.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], captured_ns: Sequence[float], *, slowdown: float, least_rows: int = 32
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], captured_ns: Sequence[float], *, slowdown: float) -> None:
         super().__init__()
-        self._buckets, self._captured_ns = buckets, captured_ns
-        self._slowdown, self._least_rows = slowdown, least_rows
-        # What rounds take beyond the time of their bucket, contexts and processors, and resident drafters before them.
+        self._buckets, self._captured_ns, self._slowdown = buckets, captured_ns, slowdown
+        # Time of rounds beyond that of their bucket, for contexts and processors, and of resident drafters before them.
         self._beyond_ns, self._drafted_ns = 0.0, 0.0
         # Attention time of prompt rows beyond the bucket's time: sums of a least-squares fit through 0.
         self._pairs_ns, self._pairs_square = 0.0, 0.0
@@ -205,12 +199,13 @@ class CapturedTimes(RoundTimes):
         longest_ns = max(limit_ns, min(map(self._expected_ns, beside)))
 
         def allowance(number: int) -> PrefillAllowance:
-            most = min(self._buckets[number].prefill, missing)
+            most, round_ns = min(self._buckets[number].prefill, missing), self._expected_ns(number)
             return PrefillAllowance(
                 most=most,
-                least=min(most, self._least_rows),
-                time_ns=limit_ns - self._expected_ns(number),
-                pair_ns=self._pairs_ns / (self._pairs_square + _FEW_PAIRS * _FEW_PAIRS),
+                least=min(most, _LEAST_ROWS),
+                # Rows are paid for with the bucket; what is left limits the keys that they see.
+                time_ns=limit_ns - round_ns if round_ns < limit_ns else self._slowdown * round_ns,
+                pair_ns=self._pairs_ns / self._pairs_square if self._pairs_square else 0.0,
             )
 
         row_ns = min(self._expected_ns(number) / self._buckets[number].prefill for number in beside)
@@ -229,31 +224,31 @@ class CapturedTimes(RoundTimes):
         return best, allowance(best)
 
     def _candidates(self, demand: Demand, *, has_prefill: bool) -> list[int]:
-        """Return the numbers of the buckets that hold all running sessions, else of the widest ones."""
-        found = [number for number, bucket in enumerate(self._buckets) if bool(bucket.prefill) == has_prefill]
-        widest = max(self._buckets[number].rows for number in found)
-        wide = [number for number in found if self._buckets[number].rows == widest]
-        if demand.takes_all_nodes:
-            return wide
-        return [
+        """Return the numbers of the buckets that hold all running sessions."""
+        sessions = demand.sessions + (min(demand.prompts, MAX_CHUNKS) if has_prefill else 0)
+        found = [
             number
-            for number in found
-            if min(self._buckets[number].rows, self._buckets[number].sessions) >= demand.sessions
-        ] or wide
+            for number, bucket in enumerate(self._buckets)
+            if bool(bucket.prefill) == has_prefill and min(bucket.rows, bucket.sessions) >= sessions
+        ]
+        if not demand.takes_all_nodes:
+            return found
+        widest = max(self._buckets[number].rows for number in found)
+        return [number for number in found if self._buckets[number].rows == widest]
 
     def _expected_ns(self, number: int) -> float:
         return self._captured_ns[number] + self._beyond_ns + self._drafted_ns
 
     def _rate(self, number: int, gain: int, sessions: int) -> float:
-        """Expected tokens of a round in a bucket, in its time."""
-        bucket = self._buckets[number]
-        served = min(sessions, bucket.sessions, bucket.rows)
-        return (served + self.ratio * max(gain, 0) / GAIN_SCALE) / self._expected_ns(number)
+        """Expected tokens of a round in a bucket that holds the sessions, in its time; 0 where none is running."""
+        if not sessions:
+            return 0.0
+        return (sessions + self.ratio * max(gain, 0) / GAIN_SCALE) / self._expected_ns(number)
 
     def note(self, bucket: int, shape: StepShape, round_ns: int, *, tokens: int, drafted_ns: int = 0) -> None:
         """See `RoundTimes`."""
         captured_ns = self._captured_ns[bucket]
-        if shape.pairs:
+        if shape.pairs >= _FEW_PAIRS:
             known_ns = captured_ns + self._beyond_ns
             pairs_ns = min(max(round_ns - known_ns, 0.0), known_ns)
             self._pairs_ns = _PAIRS_FORGET * self._pairs_ns + pairs_ns * shape.pairs
@@ -264,8 +259,7 @@ class CapturedTimes(RoundTimes):
             self._beyond_ns += _BEYOND_SHARE * (beyond_ns - self._beyond_ns)
             self._drafted_ns += _RATE_SHARE * (drafted_ns - self._drafted_ns)
 
-    def saved_ns(self, bucket: int, shape: StepShape, *, sessions: int) -> float:
-        """See `RoundTimes`."""
+    def _saved_ns(self, bucket: int, shape: StepShape, sessions: int) -> float:
         fitting = (
             self._captured_ns[number]
             for number, other in enumerate(self._buckets)

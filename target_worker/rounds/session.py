@@ -185,6 +185,11 @@ class Session:
         return self.is_open and not self.is_aside and self.planned < self.length - 1
 
     @property
+    def is_entering(self) -> bool:
+        """True if rounds under way compute all that is missing of its prompt."""
+        return self.is_open and not self.is_prefilled and not self.is_aside and self.planned >= self.length - 1
+
+    @property
     def is_running(self) -> bool:
         """True if the next round may verify it."""
         return self.is_prefilled and self.length < min(self.limit, self.reach)

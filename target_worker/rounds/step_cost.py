@@ -20,7 +20,7 @@ _OUTLIER = 3.0
 # Sizes of which the fits' features are multiples, so that these are of one order.
 _ROWS, _KEYS, _PAIRS = 64.0, 65536.0, 1048576.0
 # No step takes many more prefill rows than those measured: rows that a GPU computes beside others for nothing end
-# somewhere, which no fit foretells. The next size of a graph has to be within reach.
+# somewhere, which no fit foretells.
 _GROWTH, _GROWTH_ROWS = 1.25, 48
 # After so many steps with prefill one goes without, for the comparison.
 _PROBE_STEPS = 64

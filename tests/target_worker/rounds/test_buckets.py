@@ -28,6 +28,13 @@ def test_any_number_of_sessions_fits_without_many_rows_of_padding_and_all_have_t
     assert (widest.sessions, widest.rows) == (most_sessions, 512 if most_sessions > 1 else 64)
 
 
+@pytest.mark.parametrize(("most", "widest"), [(4, 8), (20, 32), (64, 64), (100, 128)])
+def test_one_session_has_room_for_all_its_rows(most: int, widest: int):
+    config = RoundConfig(max_sessions=1, max_model_len=1000, max_step_rows=512, max_session_rows=most)
+    plain = [bucket for bucket in round_buckets(config, on_gpu=True) if not bucket.prefill]
+    assert max(bucket.rows for bucket in plain) == widest
+
+
 @pytest.mark.parametrize(
     ("rows", "sessions", "most"), [(384, 64, 64), (1024, 1024, 64), (96, 96, 64), (512, 16, 20), (512, 1, 64)]
 )
