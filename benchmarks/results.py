@@ -1,4 +1,4 @@
-"""What the results file of every benchmark says of itself, and how it is written."""
+"""The provenance in every benchmark's results file, and how that file is written."""
 
 import json
 import os

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from outrider.addresses import Resolve
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.drafters.loading import LoadedDrafters, load_drafters
-from outrider.draft_worker.metrics import draft_metrics
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.loop import GrowthLoop, spare_collector
+from outrider.draft_worker.rounds.metrics import draft_metrics
 from outrider.draft_worker.service import SERVICE, DraftStream, pack_calibrations
 from outrider.front.calls import Calls
 from outrider.front.handle import Front

@@ -17,10 +17,10 @@ from outrider.roles.worker_service import Loaded, Worker, serve_worker
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.drafters.loading import load_draft, room_for_draft
-from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.reload import Reloader
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream, pack_load
 from outrider.v1 import common_pb2, registry_pb2

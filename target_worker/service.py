@@ -9,8 +9,8 @@ from outrider.front.calls import Call, SessionStream
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import Finish
 from outrider.request_decoding import decode
-from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.commands import Command, HoldCommand, LeaveCommand, Load, RoundCost
+from outrider.target_worker.rounds.reload import Reloader
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.sessions.requests import SessionFault, TokenLogprobs

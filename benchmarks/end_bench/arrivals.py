@@ -70,8 +70,7 @@ def measure(
         running session got no token; usual_longest_ms, the same of equally long spans without one.
 
     Raises:
-        OutriderError: a request failed.
-        TimeoutError: a prompt got no token for a minute.
+        ExceptionGroup: a request failed, or a prompt got no token for a minute.
     """
     return asyncio.run(_measure(arrivals, endpoint, prompts, max_new_tokens))
 

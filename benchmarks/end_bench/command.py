@@ -158,7 +158,7 @@ def _measure_arrivals(run: Run, bench: Bench, asked: Arrivals, say: Callable[[st
         bench.services.links.lengthen("", 0.0)
     try:
         found = arrivals.measure(asked, endpoint, bench.prompts, max_new_tokens=bench.max_new_tokens)
-    except (OutriderError, TimeoutError, ExceptionGroup) as error:
+    except (OutriderError, ExceptionGroup) as error:
         run.failures[asked.name] = repr(error)
         say(f"{asked.name}: failed: {error!r}")
         bench.services.check_alive()

@@ -393,7 +393,7 @@ class RoundResults:
 
 @dataclass(frozen=True, kw_only=True)
 class Commits:
-    """What S sessions have committed together, M tokens in all.
+    """Tokens that S sessions have committed in one round, M in all.
 
     Attributes:
         session_ids: [S]

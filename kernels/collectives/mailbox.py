@@ -1,4 +1,4 @@
-"""What ranks write into to sum up (`outrider.kernels.collectives.all_reduce`): one mailbox a rank, all laid out alike.
+"""Mailboxes of the ranks that `outrider.kernels.collectives.all_reduce` sums over: one a rank, all laid out alike.
 
 counts [LETTERS + COLUMNS, W, PROGRAMS] int64 | inbox 0 | inbox 1 | small inbox 0 | small inbox 1 |
 rows' inbox 0 | rows' inbox 1 | gathered columns

@@ -1,4 +1,4 @@
-"""What steps without graphs cost, learned from those that ran, and how much prefill fits beside a verification.
+"""Costs of steps without graphs, learned from those that ran, and the prefill that fits beside a verification.
 
     verification alone     a + b rows + c keys         rows: roots and nodes; keys: tokens before the roots
     prefill beside it      d rows + e pairs            on top of that; pairs: keys that the prefill rows see, in sum

@@ -19,9 +19,9 @@ from outrider.front.calls import Call, Calls
 from outrider.front.inbox import Inbox
 from outrider.front.process import Relay
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.reload import Reloader
 from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.service import SERVICE, ReloadCall, TargetStream
 from outrider.target_worker.sessions.requests import WITHOUT_LIMIT

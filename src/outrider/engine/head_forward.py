@@ -26,7 +26,7 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 
 
 class HeadInputs:
-    """What the passes of one drafter read beside one target, and its caches.
+    """Features of one target, KV slots and caches that the passes of one drafter read.
 
     Args:
         features: of the target.

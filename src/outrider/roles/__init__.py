@@ -1,1 +1,1 @@
-"""What every role's process has: its start and end, its lease with coordinators, its log, its watch over itself."""
+"""Processes of roles: their start and end, their leases with coordinators, logs, and the watch over steps."""

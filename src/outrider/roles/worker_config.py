@@ -1,4 +1,4 @@
-"""What the configurations of both kinds of worker have in common (torch-free, so that command lines may build them)."""
+"""Settings that both kinds of worker have (torch-free, so that command lines may build them)."""
 
 import math
 from abc import ABC, abstractmethod

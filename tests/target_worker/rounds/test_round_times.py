@@ -21,7 +21,7 @@ def times_of(captured_ns: list[float]) -> RoundTimes:
 
 
 def gains_of(*, sessions: int, worth: float) -> np.ndarray:
-    """What `select` reports where every node that finds room is worth so much."""
+    """The gains that `select` reports where every node that finds room is worth so much."""
     room = [min(bucket.rows, sessions * bucket.most) - sessions for bucket in BUCKETS]
     fits = [bucket.sessions >= sessions and bucket.rows >= sessions for bucket in BUCKETS]
     return np.array([round(worth * nodes * GAIN_SCALE) if ok else -1 for nodes, ok in zip(room, fits, strict=True)])
@@ -83,7 +83,7 @@ PAIR_NS, BEYOND_NS = 1.3, 0.4e6
 
 
 def tokens_of(bucket: Bucket, *, sessions: int, worth: float) -> float:
-    """What a round is expected to commit."""
+    """Tokens that a round is expected to commit."""
     return sessions + max(gains_of(sessions=sessions, worth=worth)[BUCKETS.index(bucket)], 0) / GAIN_SCALE
 
 
