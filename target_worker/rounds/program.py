@@ -23,7 +23,6 @@ Shapes: S rows of the pool, R verified rows of a bucket, N sessions, M rows of a
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Self
@@ -37,6 +36,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.node_processors import describe_processors
 from outrider.engine.packed_forward import PackedForward
 from outrider.engine.round_rings import RingMemory
+from outrider.kernels.compiling_threads import compiling_threads
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.pool.columns import MAX_STOPS, Pool
 from outrider.kernels.pool.graft import graft
@@ -65,7 +65,6 @@ logger = logging.getLogger(__name__)
 # Records of the ring, at least, and for each session. It holds what comes in two rounds: 64 sessions' drafts make five
 # thousand nodes in one of 6 ms, and may be three times as fast. What has no room waits, and is soon stale.
 _LEAST_RECORDS, _SESSION_RECORDS = 32_768, 64
-_COMPILING_THREADS = 8
 
 
 class _Graphs(NamedTuple):
@@ -435,7 +434,7 @@ class RoundProgram:
 
         buckets = range(len(self.buckets))
         if self._model.ranks.world_size == 1:
-            with ThreadPoolExecutor(_COMPILING_THREADS) as threads:
+            with compiling_threads() as threads:
                 list(threads.map(run, buckets))
         else:
             for bucket in buckets:
