@@ -58,7 +58,13 @@ class TargetWorker(Worker[RoundThread]):
         )
         draft = None
         if folder is not None:
-            draft = load_draft(runner, folder, branching=config.draft_branching, most_steps=config.max_draft_steps)
+            draft = load_draft(
+                runner,
+                folder,
+                branching=config.draft_branching,
+                most_steps=config.max_draft_steps,
+                prefill_tokens=config.prefill_tokens,
+            )
         rounds = RoundConfig(
             max_sessions=config.max_num_seqs,
             max_model_len=runner.info.max_model_len,

@@ -87,7 +87,12 @@ def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
 
 
 def load_draft(
-    target: ModelRunner, folder: Path, *, branching: int = GrowthConfig.branching, most_steps: int = MOST_STEPS
+    target: ModelRunner,
+    folder: Path,
+    *,
+    branching: int = GrowthConfig.branching,
+    most_steps: int = MOST_STEPS,
+    prefill_tokens: int = GrowthConfig.max_step_tokens,
 ) -> DraftModel:
     """Load a draft model or a head beside a target that has left room for it.
 
@@ -96,6 +101,7 @@ def load_draft(
         folder: checkpoint of the drafter.
         branching: children of a node.
         most_steps: most growth steps before a round.
+        prefill_tokens: most prompt tokens of one step.
 
     Raises:
         CheckpointError: the folder cannot be served, or is another target's.
@@ -108,7 +114,11 @@ def load_draft(
         longest = min(card.max_model_len, longest)
     engine = replace(engine, device=str(target.device), max_model_len=longest)
     growth = GrowthConfig(
-        branching=branching, max_live_nodes=_LIVE_NODES, max_model_len=longest, **step_defaults(target.config.device)
+        branching=branching,
+        max_step_tokens=prefill_tokens,
+        max_live_nodes=_LIVE_NODES,
+        max_model_len=longest,
+        **step_defaults(target.config.device),
     )
     if is_head:
         return _load_head(target, engine, growth, most_steps)

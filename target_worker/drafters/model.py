@@ -23,7 +23,7 @@ mode), for another rule than the coupled one or for a grammar are not drafted.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,13 +48,13 @@ from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.sampling.rows import SampledRows
 from outrider.kernels.verification.report import RoundTime, mark_time
 from outrider.kernels.verification.walk import COUNTED_KINDS
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, RoundRates
 from outrider.target_worker.rounds.session import Session
 
 # Rounds whose steps are launched, and not read: the one under way and the next.
 _ROUNDS_AHEAD = 2
-# Share of a step's time in the average by which buckets are chosen.
-_TIME_SHARE = 0.02
+# Share of a step's time in the average by which buckets are chosen, and in that of what contexts add.
+_TIME_SHARE, _CONTEXT_SHARE = 0.02, 0.05
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +100,13 @@ class DraftModel:
         return None if self.block is None else self.block.block_size
 
     @property
+    def committed_rows(self) -> int:
+        """Rows that a session needs after a round: of a model for its last node and the token behind, of a head for all
+        that was committed.
+        """
+        return 2 if self.features is None else MOST_STEPS + 1
+
+    @property
     def source(self) -> GrowthSource:
         """Source that its nodes are reported under."""
         return GrowthSource.MODEL if self.features is None else GrowthSource.EAGLE
@@ -132,6 +139,7 @@ class ResidentProgram(GrowthProgram):
             # One more than is ever unread: of early words there is a buffer less.
             ahead=_ROUNDS_AHEAD * MOST_STEPS + 1,
             regrows=draft.features is not None,
+            committed_rows=draft.committed_rows,
             read=forward.read if isinstance(forward, BlockForward) else None,
         )
         self._target, self._place, self._source = pool, place, draft.source
@@ -186,6 +194,15 @@ class ResidentProgram(GrowthProgram):
         self._forget_rounds()
 
 
+class _Step(NamedTuple):
+    """A launched step: its number in the round, its bucket, drafted sessions and their committed tokens."""
+
+    number: int
+    bucket: int
+    sessions: int
+    keys: int
+
+
 class ResidentModel:
     """A draft model or a head beside the rounds of a target.
 
@@ -224,15 +241,21 @@ class ResidentModel:
         # By number of the step in its round, what its buckets would have gained and the roots that it had to expand.
         no_gains = np.zeros(len(self._program.buckets), np.int64)
         self._early = [(no_gains, 0) for _ in range(MOST_STEPS)]
-        # By steps that are not read, oldest first: number in its round, bucket and drafted sessions.
-        self._under_way: deque[tuple[int, int, int]] = deque()
-        self._read = 0
+        # By steps that are not read, oldest first.
+        self._under_way: deque[_Step] = deque()
+        self._read, self._has_rested = 0, False
+        # Times of steps: of each bucket's without contexts, of a block drafter's later ones, and of a key.
+        self._empty_ns = [0.0] * len(self._program.buckets)
+        self._reading_ns = self._key_ns = 0.0
+        self._committed_rows = draft.committed_rows
 
     def warm_up(self) -> None:
         """Compile and capture what steps need; called before any session is opened."""
         expansions.warm_up()
         acceptance_calibration.warm_up()
         self._program.warm_up()
+        if self._program.captures:
+            self._empty_ns = list(self._program.times_ns)
 
     def refill(self) -> None:
         """Make anew what was made of the target's weights, once it has others. No step may be in flight."""
@@ -269,11 +292,12 @@ class ResidentModel:
         """
         self._program.follow(records, count, tokens, num_tokens)
 
-    def grow(self, sessions: Sequence[Session]) -> int:
+    def grow(self, sessions: Sequence[Session], rates: RoundRates) -> int:
         """Launch as many steps as pay before the next round.
 
         Args:
             sessions: that the target has rows for.
+            rates: of the next round.
 
         Returns:
             How many.
@@ -286,24 +310,43 @@ class ResidentModel:
             # The rows of others rest.
             and (session.is_prefilled or not self._regrows)
         ]
-        count = min(self.pace.choose(len(sessions)), _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
+        program, keys = self._program, sum(session.length for session in sessions)
+        count = self.pace.choose(len(sessions), self._expected_ns(len(sessions), keys), rates)
+        count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in sessions)
         for number in range(count):
-            bucket = self._program.choose(*self._early[number], len(sessions))
-            self._program.launch(bucket, processes=processes, is_first=number == 0)
-            self._under_way.append((number, bucket, len(sessions)))
+            bucket = program.choose(*self._early[number], len(sessions))
+            if self._has_rested and number == 0:
+                # What was committed meanwhile may fit no other.
+                bucket = len(program.buckets) - 1
+            program.launch(bucket, processes=processes, is_first=number == 0)
+            self._under_way.append(_Step(number, bucket, len(sessions), keys))
+        self._has_rested = bool(sessions) and not count
         return count
 
-    def read(self, count: int) -> list[tuple[float, int]]:
+    def _expected_ns(self, sessions: int, keys: int) -> list[float]:
+        """Return the times of a round's steps to expect; none before anything is known."""
+        if not sessions or not (self._key_ns or self._empty_ns[0]):
+            return []
+        program, contexts_ns = self._program, self._key_ns * keys
+        committed, following = (
+            self._empty_ns[program.holding(rows * sessions, sessions)] + contexts_ns
+            for rows in (self._committed_rows, 1)
+        )
+        if self._block is not None and self._reading_ns:
+            following = self._reading_ns
+        return [committed, *[following] * (MOST_STEPS - 1)]
+
+    def read(self, count: int) -> int:
         """Read the oldest steps, after the report of the round that they were launched before.
 
         Returns:
-            The sum of the values that each has expanded, and the nanoseconds that it took.
+            The nanoseconds that they took.
         """
-        return [self._read_step() for _ in range(count)]
+        return sum(self._read_step() for _ in range(count))
 
-    def _read_step(self) -> tuple[float, int]:
-        number, bucket, sessions = self._under_way.popleft()
+    def _read_step(self) -> int:
+        step = self._under_way.popleft()
         memory, program = self._program.memory, self._program
         report = memory.reports[self._read % len(memory.reports)].numpy()
         early = memory.early[self._read % len(memory.early)].numpy()[EARLY_HEADER:].copy()
@@ -312,22 +355,26 @@ class ResidentModel:
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        self._early[number] = gains, min(needed, in_step)
+        self._early[step.number] = gains, min(needed, in_step)
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1
-            program.times_ns[bucket] += _TIME_SHARE * (step_ns - program.times_ns[bucket])
+            program.times_ns[step.bucket] += _TIME_SHARE * (step_ns - program.times_ns[step.bucket])
             columns = words.view(np.int32).copy()
             (grown_rows, _, grown), _, _ = self._expansions.read(columns, lines, self._is_counted, self._ids_used)
             np.add.at(self._grown, grown_rows, grown)
             roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
-            expanded = roots + max(int(gains[bucket]), 0) / GAIN_SCALE
-        # A drafter that grows trees anew computes once more what its session's last round has committed.
-        if rows - lines > lines * (MOST_STEPS if self._regrows else 1):
-            self.pace.note_prefill(step_ns)
+            expanded = roots + max(int(gains[step.bucket]), 0) / GAIN_SCALE
+        if rows - lines > self._committed_rows * step.sessions:
+            self.pace.note_catching_up(step_ns)
+            return step_ns
+        self.pace.note_step(step.number, expanded=expanded, sessions=step.sessions)
+        if self._block is not None and step.number:
+            self._reading_ns += (_CONTEXT_SHARE if self._reading_ns else 1.0) * (step_ns - self._reading_ns)
         else:
-            self.pace.note_step(number, expanded=expanded, sessions=sessions, step_ns=step_ns)
-        return expanded, step_ns
+            key_ns = max(step_ns - self._empty_ns[step.bucket], 0.0) / max(step.keys, 1)
+            self._key_ns += (_CONTEXT_SHARE if self._key_ns else 1.0) * (key_ns - self._key_ns)
+        return step_ns
 
     def take_grown(self, row: int) -> list[int]:
         """Return how many nodes a session has been grown since this was called last, by kind of drafter: [3]."""

@@ -1,40 +1,44 @@
 """The number of growth steps of a resident drafter that pay before a round.
 
-A step pays while the nodes that it adds bring more tokens than the target commits in the time of the step:
+It is the number with the most expected tokens in the time of steps and round:
 
-    yield x value x sessions  >=  tokens / time of the rounds  x  time of a step
+    (sessions + gained) / (time of the round + times of the steps)
+    gained = hit rate x sum of the values that the steps expand
 
-    value    what a step expands, for each session: 1 for a root, else the chance that verification reaches the node;
-             learned for the first, second, .. step of a round
-    time     of a step, learned likewise: the first one has more rows, and of a block drafter the only pass. It is
-             taken to change with the time of a round without nodes, so that it fits the load of now, however long ago
-             the step ran
-    yield    tokens that a round gains per value that its steps have expanded: accepted nodes, less what the target
-             would have committed in the time that verifying nodes has taken. Counted for each
-             session: a round of a thousand sessions would outweigh hundreds of rounds of few
+    value      of what a step expands: 1 for a root, else the chance that verification reaches the node; learned for
+               the first, second, .. step of a round, for each session
+    hit rate   share of the places with children at which the target's choice was one of them: a property of drafter and
+               text, whatever the load. Verified or not, so that it says what more rows would bring
+    times      by bucket, of rounds and of steps: so that what is learned under one load serves under another
 
-At high load verifying nodes gains nothing, and no step pays. A part of the time goes to one step more than pays, so
-that a change of the load is noticed.
+A step that catches up, with a prompt or after rounds without steps, says nothing of those that follow. A part of the
+time goes to one step more than pays, so that a drafter that has become better is noticed.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 # Steps before a round: at most, and before anything was measured.
 MOST_STEPS, _FIRST_STEPS = 8, 4
-# Share of the newest measurement in the averages.
-_RATE_SHARE, _STEP_SHARE = 0.1, 0.1
-# Share of a round in the yield: for each of its sessions, since more of them tell more, and at most.
-_YIELD_SHARE, _MOST_YIELD_SHARE = 0.05, 0.2
-# What a step expands beyond the one before it, and the yield, before anything was measured.
-_PRIOR_DECAY, _PRIOR_YIELD = 0.8, 0.6
-_LEAST_EXPANDED = 1e-3
+# Share of the newest step in its value.
+_STEP_SHARE = 0.1
+# Places that are remembered, and the most of them that one round makes forget.
+_MOST_TRIALS, _MOST_FORGOTTEN = 128, 0.2
+# What a step expands beyond the one before it, and the hit rate, before anything was measured.
+_PRIOR_DECAY, _PRIOR_HITS = 0.8, 0.6
 # Part of the rounds' time for steps that are not known to pay; no more is saved up than several steps take.
 _EXPLORED, _MOST_SAVED_STEPS = 0.01, 4
 
+Floats = npt.NDArray[np.float64]
+RoundRates = Callable[[Floats, float, Floats], Floats]
+"""Expected tokens a nanosecond: given accepted nodes, hit rate and time of the steps, for each number of steps."""
+
 
 class DraftSteps:
-    """Averages of what steps and rounds have brought, and the number of steps that follows from them.
+    """What steps and rounds have brought, and the number of steps that follows from it.
 
     Args:
         most: steps before a round.
@@ -42,84 +46,59 @@ class DraftSteps:
 
     def __init__(self, most: int = MOST_STEPS) -> None:
         self._most = most
-        self._values = [_PRIOR_DECAY**number for number in range(MOST_STEPS)]
-        # By number in the round; 0 of steps that have not run yet.
-        self._step_ns = [0.0] * MOST_STEPS
-        self._tokens = self._time_ns = self._plain_ns = self._saved_ns = 0.0
-        # For each session of a round.
-        self._gained, self._expanded = _PRIOR_YIELD, 1.0
+        self._values = _PRIOR_DECAY ** np.arange(most)
+        self._hits, self._trials = _PRIOR_HITS * _MOST_TRIALS / 4, _MOST_TRIALS / 4
+        self._saved_ns = 0.0
 
-    def choose(self, sessions: int) -> int:
+    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates) -> int:
         """Return how many steps to run before the next round.
 
         Args:
             sessions: that are drafted, and may run.
+            times_ns: of the first, second, .. step; none before anything was measured.
+            rates: of rounds.
         """
         if not sessions:
             return 0
-        if not self._time_ns or not self._step_ns[0]:
+        if not times_ns:
             return min(_FIRST_STEPS, self._most)
-        rate = self._tokens / self._time_ns
-        each = max(self._gained, 0.0) / self._expanded * sessions
-        # A step that has not run yet is taken to be as long as the one before it.
-        times_ns = list(accumulate(self._step_ns[: self._most], lambda before, own: own or before))
-        gains = (each * value - rate * step_ns for value, step_ns in zip(self._values, times_ns, strict=False))
-        sums = [0.0, *accumulate(gains)]
-        count = sums.index(max(sums))
-        if count < self._most and self._saved_ns >= times_ns[count]:
-            self._saved_ns -= times_ns[count]
+        hit_rate, own_ns = self._hits / self._trials, np.array(times_ns[: self._most])
+        gained, drafted_ns = _sums(sessions * hit_rate * self._values), _sums(own_ns)
+        count = int(rates(gained, hit_rate, drafted_ns).argmax())
+        self._saved_ns = min(self._saved_ns, _MOST_SAVED_STEPS * float(own_ns.max()))
+        if count < self._most and self._saved_ns >= own_ns[count]:
+            self._saved_ns -= own_ns[count]
             count += 1
         return count
 
-    def note_step(self, number: int, *, expanded: float, sessions: int, step_ns: int) -> None:
+    def note_step(self, number: int, *, expanded: float, sessions: int) -> None:
         """Learn from a step.
 
         Args:
             number: of the steps before it in its round.
             expanded: sum of the values that it has expanded.
             sessions: as `choose` was given.
-            step_ns: what it took.
         """
         self._values[number] += _STEP_SHARE * (expanded / sessions - self._values[number])
-        before = self._step_ns[number]
-        self._step_ns[number] += (_STEP_SHARE if before else 1.0) * (step_ns - before)
 
-    def note_prefill(self, step_ns: int) -> None:
-        """Take note of a step that has computed prompts for the most part: what it is worth comes with later ones."""
-        self._saved_ns = max(
-            self._saved_ns - max(step_ns - self._step_ns[0], 0.0), -_MOST_SAVED_STEPS * self._step_ns[0]
-        )
+    def note_catching_up(self, step_ns: float) -> None:
+        """Take note of a step that has computed committed tokens for the most part: what it is worth comes later."""
+        self._saved_ns = max(self._saved_ns - step_ns, -_MOST_SAVED_STEPS * step_ns)
 
-    def note_round(
-        self, *, tokens: int, accepted: int, round_ns: int, plain_ns: int, steps: Sequence[tuple[float, int]]
-    ) -> None:
+    def note_round(self, *, hits: int, misses: int, time_ns: float) -> None:
         """Learn from a round with verified rows.
 
         Args:
-            tokens: that it committed.
-            accepted: nodes among them.
-            round_ns: what it took.
-            plain_ns: what it would have taken without nodes.
-            steps: before it: sum of the values that each has expanded, and what it took.
+            hits: places with children at which the target's choice was one of them.
+            misses: places with children at which it was none.
+            time_ns: of the round and the steps before it.
         """
-        time_ns = round_ns + sum(step_ns for _, step_ns in steps)
-        share = _RATE_SHARE if self._time_ns else 1.0
-        self._tokens += share * (tokens - self._tokens)
-        self._time_ns += share * (time_ns - self._time_ns)
-        self._follow_load(plain_ns, share)
-        sessions = max(tokens - accepted, 1)
-        gained = (accepted - self._tokens / max(self._time_ns, 1.0) * (round_ns - plain_ns)) / sessions
-        expanded = sum(value for value, _ in steps) / sessions
-        # Rounds without growth say nothing of it.
-        if gained or expanded:
-            share = min(_YIELD_SHARE * sessions, _MOST_YIELD_SHARE)
-            self._gained += share * (gained - self._gained)
-            self._expanded = max(self._expanded + share * (expanded - self._expanded), _LEAST_EXPANDED)
-        self._saved_ns = min(self._saved_ns + _EXPLORED * time_ns, _MOST_SAVED_STEPS * max(self._step_ns))
+        trials = hits + misses
+        kept = 1 - min(trials / _MOST_TRIALS, _MOST_FORGOTTEN)
+        self._hits, self._trials = kept * self._hits + hits, kept * self._trials + trials
+        self._saved_ns += _EXPLORED * time_ns
 
-    def _follow_load(self, plain_ns: int, share: float) -> None:
-        before = self._plain_ns
-        self._plain_ns += share * (plain_ns - before)
-        if before:
-            change = self._plain_ns / before
-            self._step_ns, self._saved_ns = [change * step_ns for step_ns in self._step_ns], change * self._saved_ns
+
+def _sums(values: Any) -> Floats:
+    """Sums of the first 0, 1, .. values."""
+    return np.concatenate(([0.0], np.cumsum(values)))

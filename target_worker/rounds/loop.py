@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -405,17 +406,18 @@ class RoundLoop:
         began, ended = read.times_ns[RoundTime.BEGAN], read.times_ns[RoundTime.ENDED]
         tokens = int(columns[ReportColumn.TOKENS].sum())
         round_ns = ended - max(began, self._ended_ns)
-        growth_steps = [] if self._drafter is None else self._drafter.read(launched.growth_steps)
-        drafted_ns = sum(step_ns for _, step_ns in growth_steps)
+        drafted_ns = 0 if self._drafter is None else self._drafter.read(launched.growth_steps)
         self._times.note(launched.bucket, shape, round_ns, tokens=tokens, drafted_ns=drafted_ns)
         if read.sessions:
             self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
         self._ended_ns, self._verified_rows = ended, read.verified_rows
         plain_ns = self._times.plain_ns(launched.bucket, shape, round_ns, sessions=read.sessions)
-        if self._drafter is not None and read.sessions and not shape.prefill_rows:
-            accepted = int(columns[ReportColumn.ACCEPTED].sum())
+        if self._drafter is not None and read.sessions:
+            ends = columns[ReportColumn.TREE_END]
             self._drafter.pace.note_round(
-                tokens=tokens, accepted=accepted, round_ns=round_ns, plain_ns=plain_ns, steps=growth_steps
+                hits=int(columns[ReportColumn.ACCEPTED].sum() + np.count_nonzero(ends == TreeEnd.COVERED)),
+                misses=int(np.count_nonzero(ends == TreeEnd.MISSED)),
+                time_ns=round_ns + drafted_ns,
             )
         return plain_ns
 
@@ -582,25 +584,24 @@ class RoundLoop:
         # Those whose last chunk is under way are running by then.
         entering = sum(session.is_entering for session in self._sessions.values())
         is_sync = any(session.is_sync for session in running)
-        bucket, allowance = self._times.plan(
-            self._gains,
-            Demand(
-                sessions=len(running) + entering,
-                keys=sum(session.length for session in running),
-                rows=max(len(running), self._verified_rows),
-                prompts=len(prompts),
-                missing=sum(session.length - 1 - session.planned for session in prompts),
-                context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
-                takes_all_nodes=is_sync,
-            ),
+        demand = Demand(
+            sessions=len(running) + entering,
+            keys=sum(session.length for session in running),
+            rows=max(len(running), self._verified_rows),
+            prompts=len(prompts),
+            missing=sum(session.length - 1 - session.planned for session in prompts),
+            context=min(prompts, key=lambda session: session.order).planned if prompts else 0,
+            takes_all_nodes=is_sync,
         )
+        bucket, allowance = self._times.plan(self._gains, demand)
         planned = self._admission.plan_chunks(prompts, allowance)
         prefill = sum(chunk.size for chunk in planned)
         least_value = 0.0 if is_sync else max(self._times.least_value, self._config.least_value)
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
         growth_steps = 0
         if self._drafter is not None:
-            growth_steps = self._drafter.grow([session for session in self._by_row if session is not None])
+            rates = partial(self._times.drafted_rates, demand)
+            growth_steps = self._drafter.grow([session for session in self._by_row if session is not None], rates)
         self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
         self._launched.append(_Launched(bucket=bucket, chunks=planned, growth_steps=growth_steps))
         self._rounds.launched()

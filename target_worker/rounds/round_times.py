@@ -17,6 +17,7 @@ from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, Bucket
 from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, StepShape
 
+Floats = npt.NDArray[np.float64]
 # Share of a round in the averages: of what it takes beyond its bucket's time, of tokens and time, of acceptance.
 _BEYOND_SHARE, _RATE_SHARE, _RATIO_SHARE = 0.05, 0.1, 0.01
 # Forgetting factor of the fit of prompt attention time, and the (row, key) pairs below which a round says nothing.
@@ -74,6 +75,17 @@ class RoundTimes(ABC):
         Args:
             gains: [B] int64, sums of values that `select` would have taken; -1 where the sessions do not fit.
             demand: what it may serve.
+        """
+
+    @abstractmethod
+    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+        """Return the expected tokens of rounds behind growth steps, in the time of both: [K] a nanosecond.
+
+        Args:
+            demand: what they serve, prompts apart.
+            gained: [K] accepted nodes to expect where all that the steps grow is verified.
+            hit_rate: most of them that one verified node brings.
+            drafted_ns: [K], what the steps take.
         """
 
     @abstractmethod
@@ -138,6 +150,14 @@ class LearnedTimes(RoundTimes):
             return 0, PrefillAllowance(most=most)
         return 0, self._cost.beside(demand.rows, demand.keys, most=most)
 
+    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+        """See `RoundTimes`; 0 before anything is known."""
+        plain_ns = self._cost.verification_ns(demand.sessions, demand.keys)
+        if plain_ns is None:
+            return np.zeros(len(gained))
+        nodes_ns = (self._cost.row_ns or 0.0) * gained / max(hit_rate, _LEAST_RATIO)
+        return (demand.sessions + gained) / np.maximum(plain_ns + nodes_ns + drafted_ns, 1.0)
+
     def note(self, bucket: int, shape: StepShape, round_ns: int, *, tokens: int, drafted_ns: int = 0) -> None:
         """See `RoundTimes`."""
         self._cost.observe(shape, round_ns)
@@ -175,6 +195,14 @@ class CapturedTimes(RoundTimes):
     def least_value(self) -> float:
         """See `RoundTimes`; 0, for buckets decide."""
         return 0.0
+
+    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+        """See `RoundTimes`."""
+        numbers, sessions = self._candidates(demand, has_prefill=False), demand.sessions
+        rows = np.array([self._buckets[number].rows for number in numbers])
+        rounds_ns = np.array([self._captured_ns[number] for number in numbers]) + self._beyond_ns
+        accepted = np.minimum(gained[:, None], hit_rate * (rows - sessions))
+        return ((sessions + accepted) / (rounds_ns + drafted_ns[:, None])).max(axis=1)
 
     def plan(self, gains: npt.NDArray[np.int64], demand: Demand) -> tuple[int, PrefillAllowance]:
         """See `RoundTimes`."""

@@ -21,7 +21,6 @@ Shapes: S sessions, R rows and L rows with children of a bucket, K children of a
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -36,6 +35,7 @@ from outrider.engine.bucket_times import time_buckets
 from outrider.engine.node_processors import describe_processors
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import RingMemory
+from outrider.kernels.compiling_threads import compiling_threads
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.drafting.children import estimate_children, report_children, report_words
 from outrider.kernels.pool.append import append
@@ -59,9 +59,8 @@ MAX_STEP_COMMITS = 256
 # Records of the ring, at least, and for each session.
 _LEAST_RECORDS, _SESSION_RECORDS = 4096, 16
 _CPU = torch.device("cpu")
-# Rows of the buckets on a GPU, up to the widest step: in between a step takes as long as in the next larger one.
-_RUNGS = (8, 32, 64, 128, 256)
-_COMPILING_THREADS = 8
+# Rows and sessions of the buckets on a GPU: in between a step takes as long as in the next larger one.
+_RUNGS, _SESSIONS = (8, 32, 64, 128, 256, 512, 1024), (1, 16, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,9 @@ class Bucket:
         return min(self.rows, self.entries + self.sessions)
 
 
-def growth_buckets(config: GrowthConfig, sessions: int, *, on_gpu: bool, least_rows: int = 1) -> list[Bucket]:
+def growth_buckets(
+    config: GrowthConfig, sessions: int, *, on_gpu: bool, least_rows: int = 1, committed_rows: int = 2
+) -> list[Bucket]:
     """Return the buckets of steps of so many sessions, smallest first.
 
     A CPU computes no padding, so one bucket serves all steps there.
@@ -96,18 +97,23 @@ def growth_buckets(config: GrowthConfig, sessions: int, *, on_gpu: bool, least_r
         sessions: of the largest buckets.
         on_gpu: where steps run.
         least_rows: of a bucket, as far as steps have as many.
+        committed_rows: that a session needs after a round, for tokens without KV.
     """
     chunk, entries = config.max_step_tokens, config.max_step_nodes
-    most, widest = max(config.max_session_nodes, SHORT_GAP), entries + sessions
+    most = max(config.max_session_nodes, SHORT_GAP)
     if not on_gpu:
         rows = chunk + entries + SHORT_GAP * sessions
         return [Bucket(rows=rows, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
-    found: dict[Bucket, None] = {}
-    for rows in (*(max(rung, least_rows) for rung in _RUNGS if max(rung, least_rows) < widest), widest):
-        for fitting in (1, 16, 64, sessions):
-            if fitting <= min(rows, sessions) and not (fitting == 1 and rows > most + SHORT_GAP):
-                found[Bucket(rows=rows, sessions=fitting, most=min(most, rows), entries=min(entries, rows))] = None
-    return [*found, Bucket(rows=chunk + widest, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
+    found: set[Bucket] = set()
+    for fitting in (*(count for count in _SESSIONS if count < sessions), sessions):
+        # What all of them have committed fits into the widest, beside the nodes that are expanded.
+        widest = min(entries, most * fitting) + max(committed_rows * fitting, SHORT_GAP)
+        for rows in (*(max(rung, least_rows) for rung in _RUNGS if max(rung, least_rows) < widest), widest):
+            if fitting <= rows:
+                found.add(Bucket(rows=rows, sessions=fitting, most=min(most, rows), entries=min(entries, rows)))
+    buckets = sorted(found, key=lambda bucket: (bucket.rows, bucket.sessions))
+    widest = max(bucket.rows for bucket in buckets)
+    return [*buckets, Bucket(rows=chunk + widest, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
 
 
 class GrowthProgram:
@@ -124,6 +130,7 @@ class GrowthProgram:
         captures: whether steps are captured in CUDA graphs.
         ahead: most steps that are launched, and not read.
         regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
+        committed_rows: as `growth_buckets` takes it.
         read: logits [L, V] of a step's rows [L], from the pass of an earlier step; None where each step has its own.
 
     Attributes:
@@ -149,6 +156,7 @@ class GrowthProgram:
         captures: bool,
         ahead: int = 2,
         regrows: bool = False,
+        committed_rows: int = 2,
         read: Callable[[Packed, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._read_logits = read
@@ -173,7 +181,9 @@ class GrowthProgram:
         nodes.free_tail.fill_(num_slots)
         # Where each commit makes a gap, the smallest bucket has room for a session's.
         least_rows = SHORT_GAP if regrows else 1
-        self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu, least_rows=least_rows)
+        self.buckets = growth_buckets(
+            config, sessions, on_gpu=on_gpu, least_rows=least_rows, committed_rows=committed_rows
+        )
         self.times_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
         self.lines = max(bucket.lines for bucket in self.buckets)
@@ -284,8 +294,7 @@ class GrowthProgram:
             sessions: open ones. Where nothing is left to expand, commits to all of them come next.
         """
         if not roots and not gains.any():
-            fitting = self._holding(range(len(self.buckets)), 2 * sessions, sessions)
-            return len(self.buckets) - 1 if fitting is None else fitting
+            return self.holding(2 * sessions, sessions)
         best, best_rate = len(gains) - 1, 0.0
         for bucket, gain in enumerate(gains.tolist()):
             rate = (gain / GAIN_SCALE + roots) / self.times_ns[bucket] if gain >= 0 else -1.0
@@ -293,10 +302,12 @@ class GrowthProgram:
                 best, best_rate = bucket, rate
         return best
 
-    def _holding(self, numbers: Iterable[int], rows: int, sessions: int) -> int | None:
-        """The first of these buckets that holds so many rows and sessions."""
-        found = ((number, self.buckets[number]) for number in numbers)
-        return next((number for number, bucket in found if bucket.rows >= rows and bucket.sessions >= sessions), None)
+    def holding(self, rows: int, sessions: int) -> int:
+        """Return the first bucket that holds so many rows and sessions; the last one if none does."""
+        found = (
+            number for number, bucket in enumerate(self.buckets) if bucket.rows >= rows and bucket.sessions >= sessions
+        )
+        return next(found, len(self.buckets) - 1)
 
     def launch(self, bucket: int, *, processes: bool, is_first: bool = True) -> None:
         """Run a step, perhaps with processors; on a GPU nothing is waited for.
@@ -375,8 +386,12 @@ class GrowthProgram:
             The bucket that it ran in, the step, its rows with padding, and logits after the processors without.
         """
         wanted = self.buckets[bucket]
-        fitting = self._holding(sorted(self._hosted), wanted.rows, wanted.sessions)
-        bucket = bucket if fitting is None else fitting
+        fitting = (
+            number
+            for number in sorted(self._hosted)
+            if self.buckets[number].rows >= wanted.rows and self.buckets[number].sessions >= wanted.sessions
+        )
+        bucket = next(fitting, bucket)
         if bucket in self._hosted:
             graph, found = self._hosted[bucket]
             graph.replay()
@@ -462,7 +477,7 @@ class GrowthProgram:
                 for found in (logits, self._process(logits, rows, self._packed[bucket])):
                     self._rank(found, rows)
 
-        with ThreadPoolExecutor(_COMPILING_THREADS) as threads:
+        with compiling_threads() as threads:
             found = threads.map(run, range(len(self.buckets)))
             # What all buckets share, beside them.
             self._step(0, processes=True)

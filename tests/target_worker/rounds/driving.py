@@ -18,7 +18,7 @@ from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.drafters.model import DraftModel
 from outrider.target_worker.rounds.buckets import Bucket
 from outrider.target_worker.rounds.config import RoundConfig
-from outrider.target_worker.rounds.draft_steps import DraftSteps
+from outrider.target_worker.rounds.draft_steps import DraftSteps, RoundRates
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
@@ -79,7 +79,7 @@ class FixedSteps(DraftSteps):
         super().__init__()
         self.steps = steps
 
-    def choose(self, sessions: int) -> int:
+    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates) -> int:
         return self.steps if sessions else 0
 
 

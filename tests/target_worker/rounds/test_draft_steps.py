@@ -1,77 +1,137 @@
-"""Growth steps in a world whose law is known: those that pay run, and next to none where none does."""
+"""Growth steps in worlds whose law is known: as many run as pay, whatever the load was before."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats
+
+MS = 1e6
 
 
 @dataclass
 class World:
-    """Each step of a round goes one token deeper in every session, and is right with the same chance at every depth."""
+    """Each step of a round goes one token deeper in every session, and is right with the same chance at every depth.
+
+    A round verifies as many nodes as pay, and has room for `room` of a session. Committed tokens that no step has taken
+    are caught up with by the next ones, `chunk` tokens a step.
+    """
 
     acceptance: float
     plain_ns: float
     step_ns: float
-    # What verifying one node takes.
     node_ns: float = 0.0
     sessions: int = 1
+    room: int = MOST_STEPS
     # What a round's first step takes beyond the others: a block drafter's pass.
     pass_ns: float = 0.0
+    chunk: int = 2048
+    chunk_ns: float = 3 * MS
+    # Committed tokens of each session that no step has computed.
+    gap: int = 0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
 
-    def tokens(self, steps: int) -> float:
-        """Expected tokens of a round after so many steps."""
-        return self.sessions * sum(self.acceptance**depth for depth in range(steps + 1))
+    def __post_init__(self) -> None:
+        self.gaps = np.full(self.sessions, self.gap)
 
-    def pays(self) -> bool:
-        """True if the target verifies nodes: one brings more than its time."""
-        return self.acceptance / (self.node_ns or 1e-9) > 1 / self.plain_ns * self.sessions
+    def expected_rates(self, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+        """What the times of rounds let expect: of each number of nodes, and the best of them."""
+        nodes = np.arange(0, self.room + 1) * self.sessions
+        accepted = np.minimum(gained[:, None], hit_rate * nodes)
+        return ((self.sessions + accepted) / (self.plain_ns + self.node_ns * nodes + drafted_ns[:, None])).max(axis=1)
+
+    def times_ns(self) -> list[float]:
+        return [self.step_ns + (0 if number else self.pass_ns) for number in range(MOST_STEPS)]
 
     def rate(self, steps: int) -> float:
-        verified = steps if self.pays() else 0
-        round_ns = self.plain_ns + verified * self.sessions * self.node_ns + sum(self.times_ns(steps))
-        return self.tokens(verified) / round_ns
+        """Tokens a nanosecond with so many steps before every round, and the best number of nodes."""
+        drafted_ns = sum(self.times_ns()[:steps])
+        rates = [
+            self.sessions
+            * sum(self.acceptance**depth for depth in range(nodes + 1))
+            / (self.plain_ns + nodes * self.sessions * self.node_ns + drafted_ns)
+            for nodes in range(min(steps, self.room) + 1)
+        ]
+        return max(rates)
 
-    def times_ns(self, steps: int) -> list[int]:
-        return [int(self.step_ns + (0 if number else self.pass_ns)) for number in range(steps)]
+    @property
+    def best(self) -> float:
+        return max(map(self.rate, range(MOST_STEPS + 1)))
 
     def run(self, pace: DraftSteps, rounds: int) -> tuple[list[int], float]:
-        """Let rounds pass; return the steps before each, and the part of the time that all steps took."""
-        chosen, step_ns, total_ns = [], 0.0, 0.0
+        """Let rounds pass; return the steps before each, and tokens a nanosecond of all of them."""
+        chosen, tokens, total_ns = [], 0, 0.0
         for _ in range(rounds):
-            steps = pace.choose(self.sessions)
+            steps = pace.choose(self.sessions, self.times_ns(), self.expected_rates)
             chosen.append(steps)
-            expanded = [self.sessions * self.acceptance**number for number in range(steps)]
-            ran = list(zip(expanded, self.times_ns(steps), strict=True))
-            for number, (value, own_ns) in enumerate(ran):
-                pace.note_step(number, expanded=value, sessions=self.sessions, step_ns=own_ns)
-            verified = steps if self.pays() else 0
-            round_ns = self.plain_ns + verified * self.sessions * self.node_ns
-            pace.note_round(
-                tokens=round(self.tokens(verified)),
-                accepted=round(self.tokens(verified)) - self.sessions,
-                round_ns=int(round_ns),
-                plain_ns=int(self.plain_ns),
-                steps=ran,
-            )
-            own_ns = sum(self.times_ns(steps))
-            step_ns += own_ns
-            total_ns += round_ns + own_ns
-        return chosen, step_ns / total_ns
+            # By session: how deep its tree is.
+            drafted_ns, grown = 0.0, np.zeros(self.sessions, np.int64)
+            for number in range(steps):
+                catches_up = self._catch_up()
+                expanded = float((self.acceptance**grown)[self.gaps == 0].sum())
+                grown += self.gaps == 0
+                step_ns = self.chunk_ns if catches_up else self.times_ns()[number]
+                drafted_ns += step_ns
+                if catches_up:
+                    pace.note_catching_up(step_ns)
+                else:
+                    pace.note_step(number, expanded=expanded, sessions=self.sessions)
+            draws = self.rng.random((self.sessions, MOST_STEPS)) < self.acceptance
+            right = np.where(draws.all(axis=1), MOST_STEPS, draws.argmin(axis=1))
+            hits, nodes = np.minimum(right, grown), self._verified(int(grown.max(initial=0)))
+            accepted, verified = int(np.minimum(hits, nodes).sum()), int(np.minimum(grown, nodes).sum())
+            round_ns = self.plain_ns + verified * self.node_ns
+            # Below what has grown there are no places with children.
+            misses = int((hits < grown).sum())
+            pace.note_round(hits=int(hits.sum()), misses=misses, time_ns=round_ns + drafted_ns)
+            tokens += self.sessions + accepted
+            total_ns += round_ns + drafted_ns
+            # The next step takes what follows a tree along with its first nodes.
+            self.gaps += np.where(grown > 0, 0, 1)
+        return chosen, tokens / total_ns
+
+    def _catch_up(self) -> bool:
+        """Compute committed tokens as a step does: short gaps whole, long ones in turn."""
+        left, long = self.chunk, np.flatnonzero(self.gaps > 16)
+        self.gaps[self.gaps <= 16] = 0
+        for session in long:
+            taken = min(left, int(self.gaps[session]))
+            self.gaps[session] -= taken
+            left -= taken
+        return len(long) > 0
+
+    def _verified(self, grown: int) -> int:
+        """Nodes of each session that a round verifies: as many as pay."""
+        rates = [
+            sum(self.acceptance**depth for depth in range(nodes + 1))
+            / (self.plain_ns + nodes * self.sessions * self.node_ns)
+            for nodes in range(min(grown, self.room) + 1)
+        ]
+        return int(np.argmax(rates))
+
+
+# Loads of one GPU, by sessions: a round without nodes, a node, a step, nodes that a session has room for.
+LOADS = {
+    1: {"plain_ns": 4.2 * MS, "step_ns": 0.37 * MS, "node_ns": 0.02 * MS},
+    16: {"plain_ns": 5.2 * MS, "step_ns": 0.7 * MS, "node_ns": 0.01 * MS},
+    64: {"plain_ns": 7.4 * MS, "step_ns": 1.9 * MS, "node_ns": 0.014 * MS},
+    256: {"plain_ns": 17 * MS, "step_ns": 6 * MS, "node_ns": 0.013 * MS, "room": 1},
+}
+
+
+def load(sessions: int, acceptance: float) -> World:
+    return World(acceptance=acceptance, sessions=sessions, **LOADS[sessions])
 
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("step_ns", [2e5, 1e6, 3e6])
 def test_as_many_steps_as_pay(acceptance: float, step_ns: float):
-    # Many sessions, so that whole tokens are near enough to expected ones.
     world = World(acceptance, plain_ns=1e7, step_ns=step_ns, sessions=32)
     pace = DraftSteps()
     world.run(pace, 400)
     chosen, _ = world.run(pace, 200)
-    best = max(world.rate(steps) for steps in range(MOST_STEPS + 1))
-    reached = sum(map(world.rate, chosen)) / len(chosen)
-    assert reached > 0.97 * best
+    assert sum(map(world.rate, chosen)) / len(chosen) > 0.97 * world.best
 
 
 def test_a_pass_that_does_not_pay_alone_pays_with_the_steps_that_read_it():
@@ -80,67 +140,52 @@ def test_a_pass_that_does_not_pay_alone_pays_with_the_steps_that_read_it():
     pace = DraftSteps()
     world.run(pace, 400)
     chosen, _ = world.run(pace, 200)
-    assert sum(map(world.rate, chosen)) / len(chosen) > 0.97 * max(map(world.rate, range(MOST_STEPS + 1)))
+    assert sum(map(world.rate, chosen)) / len(chosen) > 0.97 * world.best
 
 
-@pytest.mark.parametrize(("step_ns", "pass_ns"), [(1e6, 0.0), (1e5, 2e6)])
-def test_a_useless_drafter_takes_two_parts_in_a_hundred_at_most(step_ns: float, pass_ns: float):
-    pace, world = DraftSteps(), World(0.0, plain_ns=1e7, step_ns=step_ns, sessions=8, pass_ns=pass_ns)
-    world.run(pace, 400)
-    chosen, part = world.run(pace, 2000)
-    assert part <= 0.02
+@pytest.mark.parametrize("sessions", LOADS)
+def test_a_useless_drafter_costs_two_parts_in_a_hundred_at_most(sessions: int):
+    pace, world = DraftSteps(), load(sessions, 0.0)
+    world.run(pace, 200)
+    chosen, rate = world.run(pace, 2000)
+    assert rate > 0.98 * world.rate(0)
     # It is tried all the same.
-    assert sum(chosen) > 10
+    assert sum(chosen) > 5
 
 
-def test_steps_end_at_high_load_and_come_back():
+@pytest.mark.parametrize("sessions", LOADS)
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.95])
+def test_steps_never_cost_more_than_they_bring(sessions: int, acceptance: float):
+    pace, world = DraftSteps(), load(sessions, acceptance)
+    world.run(pace, 300)
+    _, rate = world.run(pace, 1000)
+    assert rate > 0.98 * world.rate(0)
+    assert rate > 0.94 * world.best
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.95])
+@pytest.mark.parametrize("after", [16, 64, 256])
+@pytest.mark.parametrize("sessions", [1, 16, 64])
+def test_what_was_learned_under_one_load_serves_under_another(after: int, sessions: int, acceptance: float):
     pace = DraftSteps()
-    low = World(0.8, plain_ns=8e6, step_ns=5e5, sessions=16)
-    high = World(0.8, plain_ns=3e7, step_ns=2e6, node_ns=2e5, sessions=256)
-    assert low.pays() and not high.pays()
-    low.run(pace, 200)
-    assert min(low.run(pace, 50)[0]) > 2
-    high.run(pace, 300)
-    chosen, part = high.run(pace, 1000)
-    assert part <= 0.02 and chosen.count(0) > 700
-    low.run(pace, 400)
-    assert min(low.run(pace, 50)[0]) > 2
+    load(after, 0.95).run(pace, 300)
+    world = load(sessions, acceptance)
+    world.run(pace, 100)
+    _, rate = world.run(pace, 300)
+    assert rate > 0.93 * world.best
 
 
-@pytest.mark.parametrize("sessions", [4, 16, 64])
-@pytest.mark.parametrize("slower", [2, 8])
-def test_steps_come_back_soon_after_very_high_load(sessions: int, slower: int):
-    low = World(0.8, plain_ns=8e6, step_ns=5e5, sessions=sessions)
-    high = World(0.8, plain_ns=slower * 8e6, step_ns=slower * 5e5, node_ns=1e6, sessions=1024)
+@pytest.mark.parametrize("sessions", [1, 16, 64])
+def test_a_drafter_that_becomes_good_is_noticed(sessions: int):
     pace = DraftSteps()
-    low.run(pace, 300)
-    high.run(pace, 300)
-    _, part = high.run(pace, 1000)
-    assert part <= 0.02
-    low.run(pace, 60)
-    chosen, _ = low.run(pace, 40)
-    best = max(map(low.rate, range(MOST_STEPS + 1)))
-    assert sum(map(low.rate, chosen)) / len(chosen) > 0.95 * best
+    load(sessions, 0.0).run(pace, 1000)
+    world = load(sessions, 0.8)
+    world.gaps += 200
+    chosen, _ = world.run(pace, 2000)
+    assert sum(map(world.rate, chosen[-200:])) / 200 > 0.95 * world.best
 
 
-def test_steps_that_have_not_run_at_high_load_come_back_with_the_others():
+def test_before_anything_is_known_some_steps_run_and_without_sessions_none():
     pace = DraftSteps()
-    low = World(0.8, plain_ns=6e6, step_ns=1e6, sessions=16)
-    high = World(0.8, plain_ns=1.2e7, step_ns=3e6, node_ns=125, sessions=1024)
-    low.run(pace, 300)
-    high.run(pace, 600)
-    low.run(pace, 100)
-    chosen, _ = low.run(pace, 100)
-    best = max(map(low.rate, range(MOST_STEPS + 1)))
-    assert sum(map(low.rate, chosen)) / len(chosen) > 0.97 * best
-
-
-def test_without_drafted_sessions_there_are_no_steps():
-    pace = DraftSteps()
-    assert pace.choose(1) > 0
-    assert pace.choose(0) == 0
-    for _ in range(300):
-        pace.note_round(tokens=4, accepted=0, round_ns=10**7, plain_ns=10**7, steps=[])
-    # Rounds of others say nothing of the drafter.
-    pace.note_step(0, expanded=1.0, sessions=1, step_ns=10**5)
-    assert pace.choose(4) > 2
+    assert 0 < pace.choose(1, [], load(1, 0.5).expected_rates) < MOST_STEPS
+    assert pace.choose(0, [1e5] * MOST_STEPS, load(1, 0.5).expected_rates) == 0

@@ -153,7 +153,7 @@ def test_the_pace_learns_from_every_step(resident: Resident, reference_model):
     noted: list[int] = []
 
     class Noting(FixedSteps):
-        def note_step(self, number: int, *, expanded: float, sessions: int, step_ns: int) -> None:
+        def note_step(self, number: int, *, expanded: float, sessions: int) -> None:
             noted.append(number)
 
     resident.drafter.pace = Noting(3)

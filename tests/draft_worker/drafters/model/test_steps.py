@@ -7,6 +7,7 @@ from tests.draft_worker.table_model import VOCAB, Bench, Mirror
 
 from outrider.drafting.config import GrowthConfig, step_defaults
 from outrider.drafting.program import growth_buckets
+from outrider.kernels.pool.select import SHORT_GAP
 from outrider.sampling import SamplingSpec
 
 WIDE: dict[str, Any] = {"max_live_nodes": 400, "max_depth": 30}
@@ -36,12 +37,17 @@ def test_each_step_expands_the_best_nodes_of_all_sessions():
         assert sorted(taken, reverse=True) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("committed_rows", [2, 9])
 @pytest.mark.parametrize("sessions", [1, 16, 64, 256])
-def test_a_node_of_each_session_fits_a_bucket_for_as_many_sessions(sessions: int):
+def test_there_are_buckets_for_nodes_and_for_commits_of_all_sessions(sessions: int, committed_rows: int):
     config = GrowthConfig(**step_defaults("cuda"))
-    buckets = growth_buckets(config, 256, on_gpu=True)
-    fitting = min(bucket.rows for bucket in buckets if bucket.sessions == sessions)
-    assert sessions <= fitting <= max(2 * sessions, 8)
+    buckets = growth_buckets(config, 256, on_gpu=True, committed_rows=committed_rows)
+    *rows, chunk = [bucket.rows for bucket in buckets if bucket.sessions == sessions and bucket.most <= SHORT_GAP] + [
+        buckets[-1].rows
+    ]
+    assert sessions <= min(rows) <= max(2 * sessions, 8)
+    # A long gap's bucket computes attention for long gaps, which all sessions' commits should not need.
+    assert committed_rows * sessions <= max(rows) < chunk
     assert all(bucket.sessions <= bucket.rows and bucket.entries <= bucket.rows for bucket in buckets)
     assert max(bucket.entries for bucket in buckets) == config.max_step_nodes
 
