@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from outrider.models import held_out_prompts
 
@@ -91,7 +91,6 @@ class RandomLengths:
         vocab_size: ids are below it.
         prefix_len: tokens at the beginning that several conversations share.
         prefixes: how many such beginnings there are; conversations take them in turn.
-        turns_each: requests of a conversation.
         seed: of all of it.
 
     Raises:
@@ -105,7 +104,7 @@ class RandomLengths:
     seed: int
     prefix_len: int = 0
     prefixes: int = 1
-    turns_each: int = 1
+    turns_each: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.range_ratio < 1:
@@ -116,12 +115,9 @@ class RandomLengths:
     def conversation(self, number: int) -> Conversation:
         """Its lengths and ids."""
         draw = random.Random(f"random {self.seed} {number}")
-        turns = []
-        for turn in range(self.turns_each):
-            prefix = self._prefix(number) if turn == 0 else ()
-            own = self._ids(draw, self._length(draw, self.input_len))
-            turns.append(Turn(prompt=(*prefix, *own), max_new_tokens=self._length(draw, self.output_len)))
-        return Conversation(turns=tuple(turns), seed=request_seed(self.seed, number))
+        own = self._ids(draw, self._length(draw, self.input_len))
+        turn = Turn(prompt=(*self._prefix(number), *own), max_new_tokens=self._length(draw, self.output_len))
+        return Conversation(turns=(turn,), seed=request_seed(self.seed, number))
 
     def _prefix(self, number: int) -> tuple[int, ...]:
         draw = random.Random(f"prefix {self.seed} {number % max(1, self.prefixes)}")
