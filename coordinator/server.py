@@ -183,7 +183,7 @@ class CoordinatorServer:
         """The state of the server now."""
         totals = self.scheduler.totals
         steps = totals.verify_steps
-        speculating, undrafted = self.scheduler.speculating_sessions()
+        speculating, undrafted = self.scheduler.drafts.speculating()
         return generation_pb2.ServerInfo(
             incarnation=self._incarnation,
             address=self.address,
@@ -199,7 +199,7 @@ class CoordinatorServer:
                 spec_draft_tokens=totals.drafted_tokens,
                 spec_accepted_tokens=totals.accepted_tokens,
                 acceptance_length=1 + totals.accepted_tokens / steps if steps else 1.0,
-                sources=source_stats(self.scheduler.source_counts()),
+                sources=source_stats(self.scheduler.totals.sources.counts()),
             ),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
