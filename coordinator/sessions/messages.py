@@ -20,19 +20,11 @@ import numpy.typing as npt
 
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import ALL_SOURCES, NUM_SOURCES, GrowthSource
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.wire import split_by_counts
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.request_trace import RequestTrace
-
-
-class SpeculationMode(StrEnum):
-    """How a request speculates (docs/design.md, "Modes")."""
-
-    ASYNC = "async"
-    SYNC = "sync"
-    OFF = "off"
 
 
 class FinishReason(StrEnum):

@@ -17,7 +17,6 @@ from outrider.coordinator.sessions.messages import (
     RoundRecord,
     RoundResults,
     SessionOpening,
-    SpeculationMode,
     TokenDelta,
     TokenLogprobs,
 )
@@ -26,7 +25,7 @@ from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
 from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import InternalError
 from outrider.roles.log_output import about
-from outrider.sampling import VerificationRule
+from outrider.sampling import SpeculationMode, VerificationRule
 
 logger = logging.getLogger(__name__)
 

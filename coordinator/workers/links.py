@@ -14,23 +14,17 @@ from outrider.coordinator.sessions.messages import (
     RoundResults,
     SessionFault,
     SessionOpening,
-    SpeculationMode,
     TokenLogprobs,
 )
 from outrider.coordinator.workers.answers import check_report, check_results
 from outrider.coordinator.workers.growth import growth_batch
 from outrider.coordinator.workers.worker_link import WorkerLink
 from outrider.drafting.growth_source import ALL_SOURCES, sources_to_proto
+from outrider.sampling import MODE_NUMBERS
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, uints_to_bytes
-
-_MODES = {
-    SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
-    SpeculationMode.SYNC: common_pb2.SPECULATION_MODE_SYNC,
-    SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
-}
 
 _FAULT_KINDS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FaultKind.NO_ROOM,
@@ -66,7 +60,7 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
         output=uints_to_bytes(opening.output),
         sampling=opening.sampling.to_proto(),
         limits=common_pb2.SpeculationLimits(
-            mode=_MODES[opening.mode],
+            mode=MODE_NUMBERS[opening.mode],
             max_live_nodes=opening.max_live_nodes,
             max_depth=opening.max_depth,
             max_nodes=opening.max_nodes,

@@ -19,12 +19,11 @@ from outrider.coordinator.sessions.messages import (
     RoundResults,
     SessionFault,
     SessionOpening,
-    SpeculationMode,
     TreeEnd,
 )
 from outrider.coordinator.workers.links import Latency
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import target_pb2
 from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes
 

@@ -20,7 +20,6 @@ from outrider.coordinator.sessions.messages import (
     Growth,
     Outcome,
     RoundResults,
-    SpeculationMode,
     TokenDelta,
     TokenLogprobs,
 )
@@ -28,7 +27,7 @@ from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers import relay
 from outrider.errors import WorkerUnavailable
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import registry_pb2, target_pb2
 
 LIMITS = registry_pb2.WorkerLimits(max_sessions=50, max_step_tokens=64)

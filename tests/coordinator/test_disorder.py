@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SessionFault, SpeculationMode
+from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SessionFault
 from outrider.coordinator.sessions.poison import DOUBT_S
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import PoisonRequest, WorkerUnavailable
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 _REQUESTS = 24
 _MODES = [SpeculationMode.ASYNC] * 3 + [SpeculationMode.SYNC, SpeculationMode.OFF]

@@ -3,11 +3,11 @@
 import asyncio
 from dataclasses import replace
 
-from outrider.coordinator.sessions.messages import Growth, SpeculationMode
+from outrider.coordinator.sessions.messages import Growth
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.draft_demand import DraftDemand
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 
 def growth_of(session_id: int, epoch: int, nodes: list[tuple[int, int, int]]) -> Growth:

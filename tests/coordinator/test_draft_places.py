@@ -14,12 +14,11 @@ from outrider.coordinator.sessions.messages import (
     SessionFault,
     SessionOpening,
     SourceCounts,
-    SpeculationMode,
 )
 from outrider.coordinator.sessions.session import PLACES
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.v1 import registry_pb2, target_pb2
 
 MODEL, NGRAM, EAGLE = GrowthSource

@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 from tests.coordinator.fake_workers import next_token, nodes_of, results_of
 
-from outrider.coordinator.sessions.messages import (
-    FaultKind,
-    Growth,
-    Outcome,
-    SpeculationMode,
-)
+from outrider.coordinator.sessions.messages import FaultKind, Growth, Outcome
 from outrider.coordinator.sessions.poison import LossKind
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution, unpack_distributions
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.wire import floats_from_bytes
 
 LONG = SamplingSpec(max_new_tokens=1000)

@@ -14,13 +14,12 @@ from outrider.coordinator.sessions.messages import (
     Growth,
     GrowthBatch,
     RoundRecord,
-    SpeculationMode,
     TokenDelta,
 )
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 
 @pytest.mark.parametrize("mode", list(SpeculationMode))
