@@ -11,8 +11,8 @@ from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
-    Growth,
     GrowthArrival,
+    GrowthBatch,
     Outcome,
     RoundRecord,
     RoundResults,
@@ -47,8 +47,8 @@ class Tap(Protocol):
         """One more watches."""
         ...
 
-    def note_growth(self, worker_id: str, growth: Growth) -> None:
-        """A draft has grown nodes."""
+    def note_growth(self, worker_id: str, growth: GrowthBatch, place: int) -> None:
+        """A draft has grown nodes: the session's part of a message."""
         ...
 
     def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:

@@ -1,6 +1,6 @@
 """The coordinator's ends of the worker streams: messages to protocol buffers and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 
 import grpc
@@ -34,23 +34,6 @@ _FAULT_KINDS = {
 }
 
 
-class Latency:
-    """A running mean of a time.
-
-    Attributes:
-        mean_ns: in nanoseconds; 0 before the first.
-    """
-
-    def __init__(self) -> None:
-        self.mean_ns = 0.0
-
-    def observe(self, elapsed_ns: float) -> None:
-        """Take one measured time."""
-        # A pause of the whole machine counts as twice the mean at most.
-        error_ns = min(elapsed_ns, 2 * self.mean_ns) - self.mean_ns if self.mean_ns else 8 * elapsed_ns
-        self.mean_ns += error_ns / 8
-
-
 def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
     """The message that opens a session at a worker."""
     return common_pb2.SessionOpen(
@@ -78,7 +61,7 @@ def _check_readable(message: Message | None) -> None:
         raise ValueError("its bytes are none of this protocol's")
 
 
-class TargetLink(WorkerLink):
+class TargetLink(WorkerLink[target_pb2.RoundCommands]):
     """The stream to one target worker: commands go out, results come in, and neither answers the other.
 
     Args:
@@ -97,10 +80,7 @@ class TargetLink(WorkerLink):
     ) -> None:
         super().__init__(address, tls=tls, role=Role.TARGET, on_lost=on_lost)
         self._incarnation, self._vocab_size, self._on_results = incarnation, vocab_size, on_results
-        self._outgoing: list[target_pb2.RoundCommands] = []
         self._received = 0
-        self.step_latency = Latency()
-        """The worker's time of a round."""
         metadata = tracing.stream_metadata("target", address)
         self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
 
@@ -153,10 +133,6 @@ class TargetLink(WorkerLink):
     def _begin(self) -> None:
         self._outgoing.append(target_pb2.RoundCommands(incarnation=self._incarnation))
         self._outgoing_ready.set()
-
-    def _take_outgoing(self) -> Sequence[target_pb2.RoundCommands]:
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
 
     async def _read(self) -> None:
         async for response in self._call:
@@ -217,7 +193,7 @@ def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(token_logprobs=token_logprobs, top_token_ids=rows or [[]] * count, top_logprobs=top)
 
 
-class DraftLink(WorkerLink):
+class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
     """The stream to one draft worker. Nothing sent here is ever waited for.
 
     Growth that no target would take ends the stream: a broken draft costs its own sessions their speed, not their
@@ -243,13 +219,8 @@ class DraftLink(WorkerLink):
         tls: TlsConfig | None = None,
     ) -> None:
         super().__init__(address, tls=tls, role=Role.DRAFT, on_lost=on_lost)
-        self._incarnation = incarnation
-        self._vocab_size = vocab_size
-        self._on_growth = on_growth
-        self._on_fault = on_fault
-        self._outgoing: list[draft_pb2.DraftCommands] = []
-        self.step_latency = Latency()
-        """The worker's step time."""
+        self._incarnation, self._vocab_size = incarnation, vocab_size
+        self._on_growth, self._on_fault = on_growth, on_fault
         metadata = tracing.stream_metadata("draft", address)
         self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate(metadata=metadata))
 
@@ -290,10 +261,6 @@ class DraftLink(WorkerLink):
         self._outgoing.append(draft_pb2.DraftCommands(incarnation=self._incarnation))
         self._outgoing_ready.set()
         return self._outgoing[-1]
-
-    def _take_outgoing(self) -> Sequence[draft_pb2.DraftCommands]:
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
 
     async def _read(self) -> None:
         async for message in self._call:

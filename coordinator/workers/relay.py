@@ -140,7 +140,7 @@ class Relay:
         """Show one session's part to whoever traces it, or watches its tree."""
         session.note_growth(drafter.worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
         if session.tap is not None:
-            session.tap.note_growth(drafter.worker_id, growth.of_session(number))
+            session.tap.note_growth(drafter.worker_id, growth, number)
 
     def _open_target(self, session: Session) -> TargetPeer | None:
         """The target where a session is open; None while it is nowhere, or needs none any more."""

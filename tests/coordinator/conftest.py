@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from tests.byte_tokenizer import byte_tokenizer
-from tests.coordinator.fake_workers import FakeDraft, FakeTarget, batch_of, expected_output
+from tests.coordinator.fake_workers import FakeDraft, FakeTarget, Growth, batch_of, expected_output
 from tests.coordinator.virtual_time import VirtualTimeLoop
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
-from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, Growth, TokenDelta
+from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, TokenDelta
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.growth_source import GrowthSource

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.coordinator.fake_workers import results_of
+from tests.coordinator.fake_workers import Growth, results_of
 from tests.coordinator.streams import LinkToStream, Stream, settle
 from tests.polling import until
 
@@ -17,7 +17,6 @@ from outrider.coordinator.sessions.messages import (
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
-    Growth,
     Outcome,
     RoundResults,
     TokenDelta,

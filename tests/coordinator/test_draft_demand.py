@@ -3,7 +3,8 @@
 import asyncio
 from dataclasses import replace
 
-from outrider.coordinator.sessions.messages import Growth
+from tests.coordinator.fake_workers import Growth
+
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.draft_demand import DraftDemand
 from outrider.drafting.growth_source import GrowthSource

@@ -4,12 +4,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.coordinator.fake_workers import results_of
+from tests.coordinator.fake_workers import Growth, results_of
 
 from outrider.coordinator.sessions.messages import (
     FaultKind,
     GenerationRequest,
-    Growth,
     Outcome,
     SessionFault,
     SessionOpening,

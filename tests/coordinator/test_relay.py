@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.fake_workers import next_token, nodes_of, results_of
+from tests.coordinator.fake_workers import Growth, next_token, nodes_of, results_of
 
-from outrider.coordinator.sessions.messages import FaultKind, Growth, Outcome
+from outrider.coordinator.sessions.messages import FaultKind, Outcome
 from outrider.coordinator.sessions.poison import LossKind
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.sessions.text_stream import TextStream

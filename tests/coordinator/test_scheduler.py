@@ -6,16 +6,10 @@ from dataclasses import replace
 
 import pytest
 from tests.byte_tokenizer import ALPHABET, byte_tokenizer
+from tests.coordinator.fake_workers import Growth
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import (
-    FinishReason,
-    GenerationResult,
-    Growth,
-    GrowthBatch,
-    RoundRecord,
-    TokenDelta,
-)
+from outrider.coordinator.sessions.messages import FinishReason, GenerationResult, GrowthBatch, RoundRecord, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
