@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import ray
 import ray.util
 
 from outrider.deploy.config import DeployConfig
+from outrider.deploy.roles import Serve
 from outrider.roles.awake import cores_awake
 from outrider.roles.log_output import JsonFormatter, TextFormatter
 from outrider.roles.start_progress import Stages
@@ -20,9 +21,6 @@ from outrider.tracing import exporting
 from outrider.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
-
-Serve = Callable[..., Awaitable[None]]
-"""Serves one role on `host` until `stop` is set; calls `ready` with host:port once it listens."""
 
 
 def start_log(config: DeployConfig, name: str) -> None:

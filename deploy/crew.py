@@ -18,12 +18,12 @@ import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from outrider.deploy import placement
-from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
+from outrider.deploy.actors import CoordinatorActor, RoleActor
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
 from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import KeptPlaces, Node
-from outrider.deploy.roles import Roles, WorkerSetting
+from outrider.deploy.roles import Roles, Serve, WorkerSetting
 from outrider.errors import WorkerUnavailable
 from outrider.roles import standby_start
 from outrider.roles.ports import check_free, free_port

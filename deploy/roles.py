@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.addresses import Resolve
 from outrider.coordinator.sessions.config import CoordinatorConfig
@@ -24,6 +24,8 @@ from outrider.security.tls import TlsConfig
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.v1 import generation_pb2
 
+Serve = Callable[..., Awaitable[None]]
+"""Serves one role on `host` until `stop` is set; calls `ready` with host:port once it listens."""
 # Ports of targets' metrics before those of drafts' begin.
 _DRAFTS_METRICS = 100
 _IMPORTING = "importing PyTorch"
@@ -50,44 +52,6 @@ class WorkerSetting:
     model_now: Callable[[], Awaitable[str | None]] | None = None
 
 
-class ServeCoordinator(Protocol):
-    """Serves a coordinator on `host`, clients on `port`, workers on `worker_port`, until `stop`; `peers` lists all.
-
-    `tell` is given a function that says how it is, once it serves.
-    """
-
-    async def __call__(
-        self,
-        config: DeployConfig,
-        *,
-        port: int,
-        worker_port: int,
-        peers: Resolve,
-        host: str,
-        ready: Callable[[str], None],
-        stop: asyncio.Event,
-        tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
-    ) -> None:
-        """Runs the server."""
-        ...
-
-
-class ServeWorker(Protocol):
-    """Serves a worker on `host`, registered with every coordinator, until `stop`."""
-
-    async def __call__(
-        self,
-        config: DeployConfig,
-        setting: WorkerSetting,
-        *,
-        host: str,
-        ready: Callable[[str], None],
-        stop: asyncio.Event,
-    ) -> None:
-        """Runs the server."""
-        ...
-
-
 async def serve_coordinator(
     config: DeployConfig,
     *,
@@ -99,7 +63,10 @@ async def serve_coordinator(
     stop: asyncio.Event,
     tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
 ) -> None:
-    """The coordinator of `config`."""
+    """Serve the coordinator of `config` until `stop`; clients come in on `port`, workers on `worker_port`.
+
+    `tell` is given a function that says how it is, once it serves.
+    """
     await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
     from outrider.coordinator import server
 
@@ -143,7 +110,7 @@ async def serve_target(
     ready: Callable[[str], None],
     stop: asyncio.Event,
 ) -> None:
-    """A target worker of `config`."""
+    """Serve a target worker of `config` until `stop`, registered with every coordinator."""
     report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
@@ -163,7 +130,7 @@ async def serve_draft(
     ready: Callable[[str], None],
     stop: asyncio.Event,
 ) -> None:
-    """A draft worker of `config`."""
+    """Serve a draft worker of `config`, likewise."""
     report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
     from outrider.draft_worker import server
@@ -253,6 +220,6 @@ def _cores() -> int:
 class Roles:
     """What the actors run; tests put their own here."""
 
-    coordinator: ServeCoordinator = serve_coordinator
-    target: ServeWorker = serve_target
-    draft: ServeWorker = serve_draft
+    coordinator: Serve = serve_coordinator
+    target: Serve = serve_target
+    draft: Serve = serve_draft

@@ -6,14 +6,16 @@ What a draft and a target worker differ in is a `Worker`; the order of things is
 import asyncio
 import contextlib
 import logging
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from outrider import __version__
 from outrider.addresses import Resolve, resolver
-from outrider.drafting.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource, sources_to_proto
 from outrider.errors import OutriderError, WorkerHung, WorkerUnavailable
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
@@ -21,11 +23,12 @@ from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
 from outrider.metrics.families import Describe
 from outrider.roles.registration import Registrar
 from outrider.roles.step_watch import StepWatch
-from outrider.roles.worker import introduce, until_any
+from outrider.roles.worker import until_any
 from outrider.roles.worker_config import WorkerConfig
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, registry_pb2
+from outrider.wire import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -191,13 +194,17 @@ async def _serve(
 def _registrar(
     worker: Worker[Any], loaded: Loaded, config: WorkerConfig, *, port: int, resolve: Resolve | None
 ) -> Registrar:
-    introduction = introduce(
-        _REGISTERED_AS[worker.role],
+    introduction = registry_pb2.WorkerIntroduction(
+        # Another one at every start; the name stays.
+        worker_id=f"{worker.role}-{secrets.token_hex(6)}",
+        role=_REGISTERED_AS[worker.role],
         address=f"{config.advertised_host or config.host}:{port}",
         model=loaded.model,
         limits=loaded.limits,
+        version=__version__,
         name=config.name,
-        sources=loaded.sources,
+        sources=sources_to_proto(loaded.sources),
+        wire_version=WIRE_VERSION,
     )
     return Registrar(
         resolve or resolver(config.coordinators),
