@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import uvloop
+from benchmarks.function_source import FunctionSource
 
 from outrider.draft_worker import server
 from outrider.draft_worker.config import DraftWorkerConfig
@@ -28,7 +29,6 @@ from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.weight_source import FunctionSource
 from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.models.widen import SHAPES, load_small
 from outrider.models.widened_weights import WidenedLlama
