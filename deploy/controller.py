@@ -22,6 +22,7 @@ from ray.experimental import internal_kv
 from outrider.coordinator.commands.reload import InFlight, outcome_dict, reload_weights
 from outrider.deploy.actors import start_log
 from outrider.deploy.config import DeployConfig
+from outrider.deploy.connection import NAMESPACE
 from outrider.deploy.coordinator_view import CoordinatorView
 from outrider.deploy.crew import Crew
 from outrider.deploy.demand import Demand
@@ -35,9 +36,6 @@ from outrider.security.roles import Role
 logger = logging.getLogger(__name__)
 
 _DOWN, _UP, _SERVING, _STOPPING = "down", "starting", "serving", "stopping"
-
-
-NAMESPACE = "outrider"
 
 
 class SavedState:
