@@ -5,6 +5,7 @@ Told by lines on standard input: `begin` a measurement, `end` it, which prints o
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from outrider.models.widen import SHAPES, load_small
 from outrider.models.widened_weights import WidenedLlama
 from outrider.roles.awake import cores_awake
 from outrider.roles.worker import model_info
+from outrider.roles.worker_service import serve_worker
 
 # Most tokens of a session; the embedded draft takes no more on a CPU.
 _MAX_LEN = {"cpu": 2048, "cuda": 8192}
@@ -171,7 +173,8 @@ def main() -> None:
             settle()
             _say({"address": address, "vocab_size": vocab_size, "max_len": max_len, "device": device})
 
-        uvloop.run(server.serve(config, loader=_loader(source), ready=ready))
+        make_worker = functools.partial(server.DraftWorker, loader=_loader(source))
+        uvloop.run(serve_worker(make_worker, config, ready=ready))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ class WorkThread(Protocol):
 
 
 Thread = TypeVar("Thread", bound=WorkThread)
+Config = TypeVar("Config", bound=WorkerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +108,8 @@ class Worker(ABC, Generic[Thread]):
 
 
 async def serve_worker(
-    worker: Worker[Any],
-    config: WorkerConfig,
+    make_worker: Callable[[Config], Worker[Any]],
+    config: Config,
     *,
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -117,7 +118,7 @@ async def serve_worker(
     """Serves a worker until `stop` is set or a coordinator asks it to end; then it drains.
 
     Args:
-        worker: not started yet.
+        make_worker: makes it of its configuration, not started yet.
         config: of the worker.
         ready: called once with the host:port that is bound, when the model is loaded and the port answers.
         stop: set by whoever wants it to end.
@@ -131,6 +132,7 @@ async def serve_worker(
         WorkerUnavailable: the process that speaks gRPC has ended.
         Exception: what the thread raised while it loaded or ran.
     """
+    worker = make_worker(config)
     with contextlib.closing(worker.front), contextlib.closing(worker.inbox):
         await _serve(worker, config, ready, stop or asyncio.Event(), resolve)
 
