@@ -110,10 +110,6 @@ class Controller:
         """Of its process, new after every restart."""
         return os.getpid()
 
-    async def endpoints(self) -> list[str]:
-        """host:port of every coordinator, for clients."""
-        return self._crew.endpoints
-
     async def worker_endpoints(self) -> list[str]:
         """host:port of every coordinator, for workers."""
         return self._crew.worker_endpoints

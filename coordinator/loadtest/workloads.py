@@ -64,7 +64,10 @@ class PythonPrompts:
         prompts = self._prompts
         first = random.Random(f"python {self.seed}").randrange(len(prompts)) + number * self.turns_each
         turns = tuple(
-            Turn(prompt=_apart(turn) + prompts[(first + turn) % len(prompts)], max_new_tokens=self.max_new_tokens)
+            Turn(
+                prompt=("\n\n" if turn else "") + prompts[(first + turn) % len(prompts)],
+                max_new_tokens=self.max_new_tokens,
+            )
             for turn in range(self.turns_each)
         )
         return Conversation(turns=turns, seed=request_seed(self.seed, number))
@@ -73,11 +76,6 @@ class PythonPrompts:
     def _prompts(self) -> Sequence[str]:
         """Read once: a conversation is made when it is due, and what that takes is the client's lag."""
         return held_out_prompts()
-
-
-def _apart(turn: int) -> str:
-    """What stands between an answer and the turn after it."""
-    return "\n\n" if turn else ""
 
 
 @dataclass(frozen=True, kw_only=True)
