@@ -19,7 +19,7 @@ from outrider.drafting.growth_source import GrowthSource, sources_to_proto
 from outrider.errors import OutriderError, WorkerHung, WorkerUnavailable
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
-from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
+from outrider.metrics.endpoint import MetricsEndpoint
 from outrider.metrics.families import Describe
 from outrider.roles.registration import Registrar
 from outrider.roles.step_watch import StepWatch
@@ -157,7 +157,8 @@ async def _serve(
     try:
         await until_any(asyncio.wrap_future(thread.ready), asyncio.wrap_future(front.failed))
         loaded = worker.loaded()
-        metrics = open_endpoint(loaded.metrics, host=config.metrics_host, port=config.metrics_port, tls=config.tls)
+        if (port := config.metrics_port) is not None:
+            metrics = MetricsEndpoint(loaded.metrics, host=config.metrics_host, port=port, tls=config.tls)
         await front.start()
         registrar = _registrar(worker, loaded, config, port=front.port, resolve=resolve)
         registrar.start()
