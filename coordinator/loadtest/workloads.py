@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from outrider.models import held_out_prompts
 
@@ -102,13 +102,17 @@ class RandomLengths:
     seed: int
     prefix_len: int = 0
     prefixes: int = 1
-    turns_each: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.range_ratio < 1:
             raise ValueError(f"random_range_ratio: {self.range_ratio} given, at least 0 and less than 1 needed")
         if self.vocab_size < 2:
             raise ValueError(f"vocab_size: {self.vocab_size} given, at least 2 needed")
+
+    @property
+    def turns_each(self) -> int:
+        """One."""
+        return 1
 
     def conversation(self, number: int) -> Conversation:
         """Its lengths and ids."""
