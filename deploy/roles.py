@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.addresses import Resolve
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 from outrider.deploy.resources import target_threads
@@ -22,7 +21,6 @@ from outrider.roles.start_progress import report_stage
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.target_worker.config import TargetWorkerConfig
-from outrider.v1 import generation_pb2
 
 Serve = Callable[..., Awaitable[None]]
 """Serves one role on `host` until `stop` is set; calls `ready` with host:port once it listens."""
@@ -52,26 +50,16 @@ class WorkerSetting:
     model_now: Callable[[], Awaitable[str | None]] | None = None
 
 
-async def serve_coordinator(
-    config: DeployConfig,
-    *,
-    port: int,
-    worker_port: int,
-    peers: Resolve,
-    host: str,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
-    tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
-) -> None:
-    """Serve the coordinator of `config` until `stop`; clients come in on `port`, workers on `worker_port`.
+async def serve_coordinator(config: DeployConfig, *, host: str, port: int, worker_port: int, **more: Any) -> None:
+    """Serve the coordinator of `config`; clients come in on `port`, workers on `worker_port`.
 
-    `tell` is given a function that says how it is, once it serves.
+    `more` is what its server takes beside its own configuration: `peers`, `ready`, `stop`, `tell`.
     """
     await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
     from outrider.coordinator import server
 
     own = coordinator_config(config, host=host, port=port, worker_port=worker_port)
-    await server.serve(own, ready=ready, stop=stop, peers=peers, tell=tell)
+    await server.serve(own, **more)
 
 
 def coordinator_config(config: DeployConfig, *, host: str, port: int, worker_port: int) -> CoordinatorConfig:
@@ -102,15 +90,8 @@ def coordinator_config(config: DeployConfig, *, host: str, port: int, worker_por
     )
 
 
-async def serve_target(
-    config: DeployConfig,
-    setting: WorkerSetting,
-    *,
-    host: str,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
-) -> None:
-    """Serve a target worker of `config` until `stop`, registered with every coordinator."""
+async def serve_target(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
+    """Serve a target worker of `config`, registered with every coordinator; `more` is `ready` and `stop`."""
     report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
@@ -119,24 +100,17 @@ async def serve_target(
         # This actor may be an old one's successor, which was given what the deployment began with.
         setting = dataclasses.replace(setting, model=Path(changed))
     own = target_config(config, setting, host=host)
-    await server.serve(own, ready=ready, stop=stop, resolve=setting.resolve)
+    await server.serve(own, resolve=setting.resolve, **more)
 
 
-async def serve_draft(
-    config: DeployConfig,
-    setting: WorkerSetting,
-    *,
-    host: str,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
-) -> None:
+async def serve_draft(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
     """Serve a draft worker of `config`, likewise."""
     report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
     from outrider.draft_worker import server
 
     own = draft_config(config, setting, host=host)
-    await server.serve(own, ready=ready, stop=stop, resolve=setting.resolve)
+    await server.serve(own, resolve=setting.resolve, **more)
 
 
 def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> TargetWorkerConfig:
