@@ -28,7 +28,7 @@ from outrider.coordinator.sessions.tokenizer import TextTokenizer, read_model_in
 from outrider.coordinator.workers.peers import Peers, PeerServicer
 from outrider.coordinator.workers.registry import RegistryServicer
 from outrider.errors import WorkerUnavailable
-from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint
+from outrider.metrics.endpoint import MetricsEndpoint, on_loop
 from outrider.request_decoding import add_service
 from outrider.roles import collector
 from outrider.roles.open_files import allow_many_files
@@ -183,7 +183,7 @@ class CoordinatorServer:
         """The state of the server now."""
         totals = self.scheduler.totals
         steps = totals.verify_steps
-        speculating, undrafted = self.scheduler.speculating_sessions()
+        speculating, undrafted = self.scheduler.drafts.speculating()
         return generation_pb2.ServerInfo(
             incarnation=self._incarnation,
             address=self.address,
@@ -199,7 +199,7 @@ class CoordinatorServer:
                 spec_draft_tokens=totals.drafted_tokens,
                 spec_accepted_tokens=totals.accepted_tokens,
                 acceptance_length=1 + totals.accepted_tokens / steps if steps else 1.0,
-                sources=source_stats(self.scheduler.source_counts()),
+                sources=source_stats(self.scheduler.totals.sources.counts()),
             ),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
@@ -211,12 +211,9 @@ class CoordinatorServer:
     async def start(self) -> None:
         """Begins to serve."""
         config = self._config
-        self.metrics_endpoint = open_endpoint(
-            on_loop(self.metrics.describe, asyncio.get_running_loop()),
-            host=config.metrics_host,
-            port=config.metrics_port,
-            tls=config.tls,
-        )
+        if (port := config.metrics_port) is not None:
+            describe = on_loop(self.metrics.describe, asyncio.get_running_loop())
+            self.metrics_endpoint = MetricsEndpoint(describe, host=config.metrics_host, port=port, tls=config.tls)
         await self._server.start()
         self._peers.start(self.worker_address)
         if self._http is not None:

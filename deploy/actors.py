@@ -4,26 +4,31 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.util
 
-from outrider.deploy.telemetry import Telemetry
+from outrider.deploy.config import DeployConfig
+from outrider.deploy.roles import Serve
 from outrider.roles.awake import cores_awake
+from outrider.roles.log_output import JsonFormatter, TextFormatter
 from outrider.roles.start_progress import Stages
 from outrider.tracing import exporting
 from outrider.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT = Telemetry()
 
-
-Serve = Callable[..., Awaitable[None]]
-"""Serves one role on `host` until `stop` is set; calls `ready` with host:port once it listens."""
+def start_log(config: DeployConfig, name: str) -> None:
+    """Sends this process's log to stderr, which Ray keeps; `name` is in every line."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = TextFormatter(f"%(asctime)s {name} %(levelname)s %(message)s")
+    handler.setFormatter(JsonFormatter(name) if config.log_format == "json" else text)
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +59,11 @@ class RoleActor:
     `report` answers from the first moment on.
     """
 
-    def __init__(
-        self,
-        serve: Serve,
-        *,
-        name: str,
-        host: str | None,
-        telemetry: Telemetry = _DEFAULT,
-        keep_cores_awake: int = 0,
-    ) -> None:
-        telemetry.start_log(name)
+    def __init__(self, serve: Serve, config: DeployConfig, *, name: str, host: str | None) -> None:
+        start_log(config, name)
         self._stages = Stages()
-        self._otlp_endpoint = telemetry.otlp_endpoint
-        self._cores, self._settle = keep_cores_awake, lambda: None
+        self._config = config
+        self._settle = lambda: None
         self._role = name.rpartition("/")[2].rpartition("-")[0]
         self._stop = asyncio.Event()
         self._address: str | None = None
@@ -94,7 +91,10 @@ class RoleActor:
 
     async def _run(self) -> None:
         try:
-            with exporting(self._role, self._otlp_endpoint), cores_awake(self._cores) as self._settle:
+            with (
+                exporting(self._role, self._config.otlp_endpoint),
+                cores_awake(self._config.keep_cores_awake) as self._settle,
+            ):
                 await self._serve(host=self._host, ready=self._ready, stop=self._stop, **self._options())
         except Exception as error:
             logger.exception("the server ended")  # and whoever watches this actor is told, and decides

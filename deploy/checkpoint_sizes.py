@@ -1,12 +1,12 @@
 """Memory that a checkpoint's weights and KV will take, from the headers of its files (without PyTorch)."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from outrider.checkpoint_json import read_safetensors_header
 from outrider.errors import CheckpointError
 
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
@@ -52,13 +52,11 @@ class CheckpointSizes:
 
 
 def _loaded_bytes(file: Path, number_bytes: int) -> int:
+    header = read_safetensors_header(file)
     try:
-        with file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(length) if length < file.stat().st_size else b"")
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         return sum(
             math.prod(entry["shape"]) * (1 if entry["dtype"] in _EIGHT_BITS else number_bytes) for entry in tensors
         )
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, MemoryError) as error:
+    except (TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{file}: truncated, or no safetensors file; copy it again") from error

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
+from outrider.config_checks import check_at_least_one, check_between, check_not_negative, check_positive
 from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.draft_worker.config import DraftSource, DraftWorkerConfig
 from outrider.draft_worker.drafters.ngram.options import MatchType
@@ -270,9 +271,7 @@ class DeployConfig:
             raise ValueError(f"name: {self.name!r} given, a name without '/' needed")
         self._check_counts()
         self._check_ports()
-        for name in ("target_threads", "draft_threads"):
-            if (threads := getattr(self, name)) is not None and threads < 1:
-                raise ValueError(f"{name}: {threads} given, at least 1 needed")
+        check_at_least_one(self, "target_threads", "draft_threads")
         for name in ("coordinator_resources", "target_resources", "draft_resources"):
             try:
                 amounts(getattr(self, name))
@@ -282,11 +281,9 @@ class DeployConfig:
         self._check_telemetry()
         self._check_gpus()
         self._check_workers()
-        if not 0 <= self.target_wait_s < math.inf:
-            raise ValueError(f"target_wait_s: {self.target_wait_s} given, 0 or more needed")
-        for name in _DURATIONS:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+        check_not_negative(self, "target_wait_s")
+        check_positive(self, "start_timeout_s", "ping_interval_s", "hang_timeout_s", "node_timeout_s")
+        check_positive(self, "owner_timeout_s", "stop_timeout_s")
 
     def autoscaler(self) -> AutoscalerConfig:
         """How the drafts are scaled; without `max_drafts` their count stands still."""
@@ -318,16 +315,9 @@ class DeployConfig:
             )
 
     def _check_ports(self) -> None:
-        for name in ("port", "target_port", "draft_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"{name}: {getattr(self, name)} given, 0 to 65535 needed")
-        if self.http_port is not None and not 0 <= self.http_port <= 65535:
-            raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
-        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65000:
-            raise ValueError(f"metrics_port: {self.metrics_port} given, 1 to 65000 needed")
-        for name in ("shared_port", "shared_http_port"):
-            if (port := getattr(self, name)) is not None and not 1 <= port <= 65535:
-                raise ValueError(f"{name}: {port} given, 1 to 65535 needed")
+        check_between(self, 0, 65535, "port", "target_port", "draft_port", "http_port")
+        check_between(self, 1, 65000, "metrics_port")
+        check_between(self, 1, 65535, "shared_port", "shared_http_port")
         self._check_shared_http_port()
 
     def _check_workers(self) -> None:
@@ -349,24 +339,13 @@ class DeployConfig:
             tensor_parallel_size=self.tensor_parallel_size,
             enforce_eager=self.enforce_eager,
         )
-        if self.keep_cores_awake < 0:
-            raise ValueError(f"keep_cores_awake: {self.keep_cores_awake} given, 0 or more needed")
-        for name in ("max_prefill_tokens", "target_kv_bytes", "draft_kv_bytes", "default_max_new_tokens",
-                     "max_running_sessions"):  # fmt: skip
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}: {value} given, at least 1 needed")
-        if self.max_queue is not None and self.max_queue < 0:
-            raise ValueError(f"max_queue: {self.max_queue} given, 0 or more needed")
-        if not 0 <= self.prefill_slowdown < math.inf:
-            raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
+        check_at_least_one(self, "max_prefill_tokens", "target_kv_bytes", "draft_kv_bytes", "default_max_new_tokens")
+        check_at_least_one(self, "max_running_sessions")
+        check_not_negative(self, "keep_cores_awake", "max_queue", "prefill_slowdown")
 
     def _check_counts(self) -> None:
-        for name in ("targets", "coordinators", "drafts_per_session"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
-        for name in ("drafts", "min_drafts", "drafts_beside_target"):
-            if (count := getattr(self, name)) is not None and count < 0:
-                raise ValueError(f"{name}: {count} given, 0 or more needed")
+        check_at_least_one(self, "targets", "coordinators", "drafts_per_session")
+        check_not_negative(self, "drafts", "min_drafts", "drafts_beside_target")
         if self.max_drafts is None and self.min_drafts:
             raise ValueError(f"min_drafts: {self.min_drafts} given, with max_drafts needed")
         self._check_placement()
@@ -399,11 +378,8 @@ class DeployConfig:
             )
 
     def _check_gpus(self) -> None:
-        for name in ("target_gpus", "draft_gpus"):
-            if (gpus := getattr(self, name)) is not None and not 0 <= gpus < math.inf:
-                raise ValueError(f"{name}: {gpus} given, 0 or more needed")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size: {self.tensor_parallel_size} given, at least 1 needed")
+        check_not_negative(self, "target_gpus", "draft_gpus")
+        check_at_least_one(self, "tensor_parallel_size")
         if self.tensor_parallel_size > 1 and self.target_gpus not in (None, 0, self.tensor_parallel_size):
             raise ValueError(
                 f"target_gpus: {self.target_gpus} given, with tensor_parallel_size {self.tensor_parallel_size} "
@@ -422,14 +398,6 @@ _WORKER_OPTIONS = (
     "drafts_beside_target",
     "draft_port",
     "draft_threads",
-)
-_DURATIONS = (
-    "start_timeout_s",
-    "ping_interval_s",
-    "hang_timeout_s",
-    "node_timeout_s",
-    "owner_timeout_s",
-    "stop_timeout_s",
 )
 
 

@@ -20,7 +20,9 @@ import ray
 from ray.experimental import internal_kv
 
 from outrider.coordinator.commands.reload import InFlight, outcome_dict, reload_weights
+from outrider.deploy.actors import start_log
 from outrider.deploy.config import DeployConfig
+from outrider.deploy.connection import NAMESPACE
 from outrider.deploy.coordinator_view import CoordinatorView
 from outrider.deploy.crew import Crew
 from outrider.deploy.demand import Demand
@@ -28,16 +30,12 @@ from outrider.deploy.moving import Mover
 from outrider.deploy.roles import Roles, tls_of
 from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
 from outrider.deploy.status import Started, worker_status
-from outrider.deploy.telemetry import Telemetry
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
 
 logger = logging.getLogger(__name__)
 
 _DOWN, _UP, _SERVING, _STOPPING = "down", "starting", "serving", "stopping"
-
-
-NAMESPACE = "outrider"
 
 
 class SavedState:
@@ -79,7 +77,7 @@ class Controller:
     """
 
     def __init__(self, config: DeployConfig, roles: Roles, *, home: str, owned: bool) -> None:
-        Telemetry.of(config).start_log("controller")
+        start_log(config, "controller")
         self._config = config
         self._owned = owned
         self._self = ray.get_runtime_context().current_actor
@@ -111,10 +109,6 @@ class Controller:
     async def pid(self) -> int:
         """Of its process, new after every restart."""
         return os.getpid()
-
-    async def endpoints(self) -> list[str]:
-        """host:port of every coordinator, for clients."""
-        return self._crew.endpoints
 
     async def worker_endpoints(self) -> list[str]:
         """host:port of every coordinator, for workers."""

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,12 @@ import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from outrider.deploy import placement
-from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
+from outrider.deploy.actors import CoordinatorActor, RoleActor
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
-from outrider.deploy.coordinator_list import CoordinatorList, TargetModel
-from outrider.deploy.events import Events
 from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import KeptPlaces, Node
-from outrider.deploy.roles import Roles, WorkerSetting
-from outrider.deploy.telemetry import Telemetry
+from outrider.deploy.roles import Roles, Serve, WorkerSetting
 from outrider.errors import WorkerUnavailable
 from outrider.roles import standby_start
 from outrider.roles.ports import check_free, free_port
@@ -35,6 +34,62 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 # The name of an actor that was killed is free at once, or after a moment.
 _NAME_TIMEOUT_S = 5.0
+_ASK_TIMEOUT_S = 2.0
+_KEPT_EVENTS = 200
+
+
+class Events:
+    """The latest events, numbered from 0 on."""
+
+    def __init__(self) -> None:
+        self._kept: deque[str] = deque(maxlen=_KEPT_EVENTS)
+        self._count = 0
+
+    def add(self, text: str) -> None:
+        """Note an event."""
+        logger.info(text)
+        self._kept.append(text)
+        self._count += 1
+
+    def since(self, number: int) -> tuple[int, list[str]]:
+        """Return the number of the next event, and the events from `number` on that are still kept."""
+        fresh = min(max(self._count - number, 0), len(self._kept))
+        return self._count, list(self._kept)[len(self._kept) - fresh :]
+
+
+@dataclass(frozen=True)
+class CoordinatorList:
+    """Asks a deployment's controller for the coordinators' addresses as they are now: a worker's resolver."""
+
+    controller: Any
+
+    async def __call__(self) -> Sequence[str]:
+        """host:port of each.
+
+        Raises:
+            OSError: the controller does not answer; what it said last still holds.
+        """
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                return await self.controller.worker_endpoints.remote()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise OSError(f"the controller does not answer: {type(error).__name__}") from error
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """Asks a deployment's controller for the checkpoint folder that a reload has given all targets."""
+
+    controller: Any
+
+    async def __call__(self) -> str | None:
+        """The folder; None where there was no reload, or where nobody can tell: then the coordinators see to it."""
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                return await self.controller.target_model.remote()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("the controller does not say what to load: %s", type(error).__name__)
+            return None
 
 
 class Crew:
@@ -262,13 +317,7 @@ class Crew:
         config = dataclasses.replace(config, http_port=int(handle.http_endpoint.rpartition(":")[2]))
         peers = CoordinatorList(self._controller)
         serve = functools.partial(self._roles.coordinator, config, port=port, worker_port=port + doors - 1, peers=peers)
-        handle.actor = await self._create(
-            CoordinatorActor,
-            handle,
-            serve,
-            host=host,
-            needs=needs,
-        )
+        handle.actor = await self._create(CoordinatorActor, handle, serve, host=host, needs=needs)
 
     async def _start_worker(self, handle: RoleHandle) -> None:
         config, role, gpus = self._config, handle.role, self._gpus[handle.role]
@@ -363,7 +412,6 @@ class Crew:
         *,
         host: str | None,
         needs: dict[str, Any],
-        **more: Any,
     ) -> Any:
         """The actor. Detached: it outlives this controller's process, whose successor finds it by its name."""
         placed = ray.remote(kind).options(
@@ -374,13 +422,12 @@ class Crew:
             max_task_retries=0,
             **needs,
         )
-        more |= {"telemetry": Telemetry.of(self._config), "keep_cores_awake": self._config.keep_cores_awake}
         deadline = time.monotonic() + _NAME_TIMEOUT_S
         while True:
             if self.is_ending or handle.is_draining:
                 raise WorkerUnavailable(f"{self._full(handle.name)} is to end")
             try:
-                return placed.remote(serve, name=self._full(handle.name), host=host, **more)
+                return placed.remote(serve, self._config, name=self._full(handle.name), host=host)
             except ValueError as error:
                 if time.monotonic() > deadline:
                     raise WorkerUnavailable(f"{self._full(handle.name)}: {error}") from error

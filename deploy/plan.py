@@ -41,7 +41,6 @@ class Gpu:
 
     name: str
     total_bytes: int
-    free_bytes: int
 
 
 class _Memory(ctypes.Structure):
@@ -83,7 +82,7 @@ def _read(library: ctypes.CDLL, index: int) -> Gpu | None:
     if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
         return None
     library.nvmlDeviceGetName(device, name, _NAME_BYTES)
-    return Gpu(name=name.value.decode(errors="replace"), total_bytes=memory.total, free_bytes=memory.free)
+    return Gpu(name=name.value.decode(errors="replace"), total_bytes=memory.total)
 
 
 @dataclass(frozen=True, kw_only=True)

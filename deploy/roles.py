@@ -11,9 +11,8 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from outrider.addresses import Resolve
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 from outrider.deploy.resources import target_threads
@@ -22,8 +21,9 @@ from outrider.roles.start_progress import report_stage
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.target_worker.config import TargetWorkerConfig
-from outrider.v1 import generation_pb2
 
+Serve = Callable[..., Awaitable[None]]
+"""Serves one role on `host` until `stop` is set; calls `ready` with host:port once it listens."""
 # Ports of targets' metrics before those of drafts' begin.
 _DRAFTS_METRICS = 100
 _IMPORTING = "importing PyTorch"
@@ -50,61 +50,16 @@ class WorkerSetting:
     model_now: Callable[[], Awaitable[str | None]] | None = None
 
 
-class ServeCoordinator(Protocol):
-    """Serves a coordinator on `host`, clients on `port`, workers on `worker_port`, until `stop`; `peers` lists all.
+async def serve_coordinator(config: DeployConfig, *, host: str, port: int, worker_port: int, **more: Any) -> None:
+    """Serve the coordinator of `config`; clients come in on `port`, workers on `worker_port`.
 
-    `tell` is given a function that says how it is, once it serves.
+    `more` is what its server takes beside its own configuration: `peers`, `ready`, `stop`, `tell`.
     """
-
-    async def __call__(
-        self,
-        config: DeployConfig,
-        *,
-        port: int,
-        worker_port: int,
-        peers: Resolve,
-        host: str,
-        ready: Callable[[str], None],
-        stop: asyncio.Event,
-        tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
-    ) -> None:
-        """Runs the server."""
-        ...
-
-
-class ServeWorker(Protocol):
-    """Serves a worker on `host`, registered with every coordinator, until `stop`."""
-
-    async def __call__(
-        self,
-        config: DeployConfig,
-        setting: WorkerSetting,
-        *,
-        host: str,
-        ready: Callable[[str], None],
-        stop: asyncio.Event,
-    ) -> None:
-        """Runs the server."""
-        ...
-
-
-async def serve_coordinator(
-    config: DeployConfig,
-    *,
-    port: int,
-    worker_port: int,
-    peers: Resolve,
-    host: str,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
-    tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None],
-) -> None:
-    """The coordinator of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
     from outrider.coordinator import server
 
     own = coordinator_config(config, host=host, port=port, worker_port=worker_port)
-    await server.serve(own, ready=ready, stop=stop, peers=peers, tell=tell)
+    await server.serve(own, **more)
 
 
 def coordinator_config(config: DeployConfig, *, host: str, port: int, worker_port: int) -> CoordinatorConfig:
@@ -135,15 +90,8 @@ def coordinator_config(config: DeployConfig, *, host: str, port: int, worker_por
     )
 
 
-async def serve_target(
-    config: DeployConfig,
-    setting: WorkerSetting,
-    *,
-    host: str,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
-) -> None:
-    """A target worker of `config`."""
+async def serve_target(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
+    """Serve a target worker of `config`, registered with every coordinator; `more` is `ready` and `stop`."""
     report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
@@ -152,24 +100,17 @@ async def serve_target(
         # This actor may be an old one's successor, which was given what the deployment began with.
         setting = dataclasses.replace(setting, model=Path(changed))
     own = target_config(config, setting, host=host)
-    await server.serve(own, ready=ready, stop=stop, resolve=setting.resolve)
+    await server.serve(own, resolve=setting.resolve, **more)
 
 
-async def serve_draft(
-    config: DeployConfig,
-    setting: WorkerSetting,
-    *,
-    host: str,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
-) -> None:
-    """A draft worker of `config`."""
+async def serve_draft(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
+    """Serve a draft worker of `config`, likewise."""
     report_stage(_IMPORTING)
     await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
     from outrider.draft_worker import server
 
     own = draft_config(config, setting, host=host)
-    await server.serve(own, ready=ready, stop=stop, resolve=setting.resolve)
+    await server.serve(own, resolve=setting.resolve, **more)
 
 
 def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> TargetWorkerConfig:
@@ -253,6 +194,6 @@ def _cores() -> int:
 class Roles:
     """What the actors run; tests put their own here."""
 
-    coordinator: ServeCoordinator = serve_coordinator
-    target: ServeWorker = serve_target
-    draft: ServeWorker = serve_draft
+    coordinator: Serve = serve_coordinator
+    target: Serve = serve_target
+    draft: Serve = serve_draft

@@ -1,9 +1,8 @@
 """The draft worker process: what of serving is a draft's own."""
 
-import asyncio
+import functools
 from collections.abc import Callable
 
-from outrider.addresses import Resolve
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.drafters.loading import LoadedDrafters, load_drafters
 from outrider.draft_worker.rounds.drafters import Drafters
@@ -79,24 +78,4 @@ class DraftWorker(Worker[GrowthLoop]):
             self._parts.close()
 
 
-async def serve(
-    config: DraftWorkerConfig,
-    *,
-    loader: Loader = load_drafters,
-    ready: Callable[[str], None] | None = None,
-    stop: asyncio.Event | None = None,
-    resolve: Resolve | None = None,
-) -> None:
-    """Serves a draft until `stop` is set or a coordinator asks it to end; see `DraftWorker` and `serve_worker`.
-
-    Raises:
-        CheckpointError: the model folder cannot be served.
-        CorpusError: a file of texts cannot be read, or begins with a line that is none.
-        OSError: the address is taken.
-        CertificateError: the TLS files cannot be used.
-        WorkerRefused: a coordinator does not take this worker.
-        WorkerHung: a step does not come back; its thread runs on, and the process has to end.
-        WorkerUnavailable: the process that speaks to coordinators has ended.
-        RuntimeError: the model failed while it ran.
-    """
-    await serve_worker(DraftWorker(config, loader), config, ready=ready, stop=stop, resolve=resolve)
+serve = functools.partial(serve_worker, DraftWorker)

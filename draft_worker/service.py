@@ -14,26 +14,20 @@ from outrider.draft_worker.rounds.commands import (
     ResendCommand,
 )
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.drafting.acceptance_calibration import RELIABILITY_EDGES, LearnedBuckets
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, to_proto
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.front.calls import Call, SessionStream
 from outrider.roles.log_output import about
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode, mode_from_proto
 from outrider.v1 import common_pb2, draft_pb2
 from outrider.wire import floats_to_bytes, split_by_counts, uints_from_bytes, uints_to_bytes
 
 logger = logging.getLogger(__name__)
 
 SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
-
-_MODES = {
-    common_pb2.SPECULATION_MODE_UNSPECIFIED: GrowthMode.ASYNC,
-    common_pb2.SPECULATION_MODE_ASYNC: GrowthMode.ASYNC,
-    common_pb2.SPECULATION_MODE_SYNC: GrowthMode.SYNC,
-}
 
 
 class DraftStream(SessionStream[Command]):
@@ -144,7 +138,11 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: Dra
         prompt, output = uints_from_bytes(opened.prompt).tolist(), uints_from_bytes(opened.output).tolist()
     except ValueError as error:
         raise InvalidRequest([FieldViolation("prompt", f"whole uint32 tokens needed: {error}")]) from error
-    if opened.limits.mode not in _MODES:
+    try:
+        mode = mode_from_proto(opened.limits.mode)
+    except ValueError:
+        mode = SpeculationMode.OFF
+    if mode is SpeculationMode.OFF:
         raise InvalidRequest(
             [FieldViolation("limits.mode", f"{opened.limits.mode} given, 1 (async) or 2 (sync) needed")]
         )
@@ -169,7 +167,7 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: Dra
         prompt=prompt,
         output=output,
         sampling=sampling,
-        limits=GrowthLimits(mode=_MODES[opened.limits.mode], **bounds),
+        limits=GrowthLimits(mode=mode, **bounds),
         sources=sources_from_proto(opened.sources, default=ALL_SOURCES),
     )
 

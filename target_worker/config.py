@@ -1,9 +1,9 @@
 """How a target worker is set up (torch-free, so that command lines may build it)."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.config_checks import check_at_least_one, check_between, check_not_negative
 from outrider.engine.config import KvCacheDtype
 from outrider.models import embedded_target_path
 from outrider.roles.worker_config import WorkerConfig
@@ -54,23 +54,14 @@ class TargetWorkerConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_step_tokens < 1:
-            raise ValueError(f"max_step_tokens: {self.max_step_tokens} given, at least 1 needed")
+        check_at_least_one(self, "max_step_tokens", "max_tree_nodes", "draft_branching", "max_prefill_tokens")
+        check_between(self, 1, MOST_STEPS, "max_draft_steps")
+        check_not_negative(self, "prefill_slowdown")
         if self.max_step_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_step_tokens: {self.max_step_tokens} given, at least max_num_seqs ({self.max_num_seqs}) needed, "
                 "so that every session can take a plain step"
             )
-        if self.max_tree_nodes < 1:
-            raise ValueError(f"max_tree_nodes: {self.max_tree_nodes} given, at least 1 needed")
-        if self.draft_branching < 1:
-            raise ValueError(f"draft_branching: {self.draft_branching} given, at least 1 needed")
-        if not 1 <= self.max_draft_steps <= MOST_STEPS:
-            raise ValueError(f"max_draft_steps: {self.max_draft_steps} given, 1 to {MOST_STEPS} needed")
-        if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
-            raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
-        if not 0 <= self.prefill_slowdown < math.inf:
-            raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
 
     @property
     def prefill_tokens(self) -> int:

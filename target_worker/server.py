@@ -1,10 +1,9 @@
 """The target worker process: what of serving is a target's own."""
 
 import asyncio
-from collections.abc import Callable
+import functools
 from pathlib import Path
 
-from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
 from outrider.front.calls import Call, Calls
 from outrider.front.handle import Front
@@ -125,22 +124,4 @@ def _metrics(rounds: RoundThread, *, model_name: str) -> Describe:
     return describe
 
 
-async def serve(
-    config: TargetWorkerConfig,
-    *,
-    ready: Callable[[str], None] | None = None,
-    stop: asyncio.Event | None = None,
-    resolve: Resolve | None = None,
-) -> None:
-    """Serves a target until `stop` is set or a coordinator asks it to end; see `serve_worker`.
-
-    Raises:
-        CheckpointError: the model folder cannot be served.
-        OSError: the address is taken.
-        CertificateError: the TLS files cannot be used.
-        WorkerRefused: a coordinator does not take this worker.
-        WorkerHung: a step does not come back; its thread runs on, and the process has to end.
-        RuntimeError: the model failed while it ran.
-        WorkerUnavailable: a process that shares the model was lost.
-    """
-    await serve_worker(TargetWorker(config), config, ready=ready, stop=stop, resolve=resolve)
+serve = functools.partial(serve_worker, TargetWorker)

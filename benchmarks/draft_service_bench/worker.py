@@ -5,6 +5,7 @@ Told by lines on standard input: `begin` a measurement, `end` it, which prints o
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import uvloop
+from benchmarks.function_source import FunctionSource
 
 from outrider.draft_worker import server
 from outrider.draft_worker.config import DraftWorkerConfig
@@ -28,12 +30,12 @@ from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.weight_source import FunctionSource
 from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.models.widen import SHAPES, load_small
 from outrider.models.widened_weights import WidenedLlama
 from outrider.roles.awake import cores_awake
 from outrider.roles.worker import model_info
+from outrider.roles.worker_service import serve_worker
 
 # Most tokens of a session; the embedded draft takes no more on a CPU.
 _MAX_LEN = {"cpu": 2048, "cuda": 8192}
@@ -171,7 +173,8 @@ def main() -> None:
             settle()
             _say({"address": address, "vocab_size": vocab_size, "max_len": max_len, "device": device})
 
-        uvloop.run(server.serve(config, loader=_loader(source), ready=ready))
+        make_worker = functools.partial(server.DraftWorker, loader=_loader(source))
+        uvloop.run(serve_worker(make_worker, config, ready=ready))
 
 
 if __name__ == "__main__":

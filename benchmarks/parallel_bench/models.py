@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from benchmarks.function_source import FunctionSource
 
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import tensor_shapes, weight_bytes
-from outrider.engine.weight_source import FunctionSource
 from outrider.models.widen import SHAPES
 
 _VOCAB = 128_256

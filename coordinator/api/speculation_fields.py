@@ -4,21 +4,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from outrider.coordinator.api.field_checks import FieldChecks
-from outrider.coordinator.sessions.messages import SpeculationMode
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import FieldViolation
-from outrider.sampling import VerificationRule, rule_from_proto
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.sampling import SpeculationMode, VerificationRule, mode_from_proto, rule_from_proto
+from outrider.v1 import generation_pb2
 
 MAX_SYNTHETIC_RATES = 64
 _SOURCES = "speculation.sources"
 _KNOWN_SOURCES = " or ".join(f"{source.value} ({source.word})" for source in GrowthSource)
-_MODES = {
-    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC,
-    common_pb2.SPECULATION_MODE_ASYNC: SpeculationMode.ASYNC,
-    common_pb2.SPECULATION_MODE_SYNC: SpeculationMode.SYNC,
-    common_pb2.SPECULATION_MODE_OFF: SpeculationMode.OFF,
-}
 
 
 class TreeBounds(NamedTuple):
@@ -37,9 +30,11 @@ def speculation(
     fields: FieldChecks, given: generation_pb2.SpeculationParams, bounds: Mapping[str, TreeBounds]
 ) -> tuple[SpeculationMode, int, int]:
     """Its mode, and most nodes and greatest depth of a tree; `bounds`: of the last two, by name."""
-    mode = _MODES.get(given.mode)
-    if mode is None:
-        fields.wrong("speculation.mode", f"{given.mode} given, 1 (async), 2 (sync) or 3 (off) needed")
+    mode = SpeculationMode.ASYNC
+    try:
+        mode = mode_from_proto(given.mode)
+    except ValueError as error:
+        fields.wrong("speculation.mode", str(error))
     values = []
     for name in ("max_nodes", "max_depth"):
         most, in_sync = bounds[name]
@@ -48,7 +43,7 @@ def speculation(
         if not 1 <= value <= most:
             fields.wrong(f"speculation.{name}", f"{value} given, 1 to {most} needed (mode 3, off, needs none)")
         values.append(value)
-    return mode or SpeculationMode.ASYNC, values[0], values[1]
+    return mode, values[0], values[1]
 
 
 def verification(

@@ -14,13 +14,13 @@ from outrider.coordinator.api.sampling_fields import sampling_spec
 from outrider.coordinator.api.speculation_fields import TreeBounds, asked_sources, speculation, verification
 from outrider.coordinator.api.structured_outputs import structured_outputs
 from outrider.coordinator.api.unknown_fields import unknown_fields
-from outrider.coordinator.sessions.messages import GenerationRequest, SpeculationMode
+from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
 from outrider.rpc import MAX_MESSAGE_BYTES
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import common_pb2, generation_pb2
 from outrider.wire import MOST_NODES
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
 from outrider.client.outputs import source_speculation
 from outrider.command_options import OtlpEndpoint
+from outrider.coordinator.commands.top_sample import role_name
 from outrider.coordinator.workers.calibration_status import calibration_dict, calibration_tables
 from outrider.drafting.growth_source import WORDS, GrowthSource, sources_from_proto
 from outrider.security.commands import TlsCa, TokenPath, client_options
@@ -329,7 +330,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
     introduction, load = worker.introduction, worker.load
     return {
         "worker_id": introduction.worker_id,
-        "role": _role_name(introduction.role),
+        "role": role_name(introduction.role),
         "address": introduction.address,
         "state": worker.state,
         "lease_age_ms": worker.lease_age_ms,
@@ -352,10 +353,6 @@ def _source_words(introduction: registry_pb2.WorkerIntroduction) -> list[str]:
     is_draft = introduction.role == registry_pb2.WORKER_ROLE_DRAFT
     sources = sources_from_proto(introduction.sources, default=(GrowthSource.MODEL,) if is_draft else ())
     return [source.word for source in sorted(sources)]
-
-
-def _role_name(role: registry_pb2.WorkerRole) -> str:
-    return registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
 
 
 def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:

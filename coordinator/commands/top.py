@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.live import Live
 
 from outrider.client import AsyncClient
+from outrider.coordinator.commands.client import DEFAULT_ENDPOINT
 from outrider.coordinator.commands.top_frame import frame_of
 from outrider.coordinator.commands.top_sample import Figures, Look, as_dict, figures
 from outrider.errors import OutriderError
 from outrider.security.commands import TlsCa, TokenPath, client_options
 
-DEFAULT_ENDPOINT = "127.0.0.1:50051"
 _NARROWEST = 80
 # A coordinator that is frozen is not waited for longer than that.
 _ANSWER_S = 2.0

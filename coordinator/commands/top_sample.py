@@ -135,6 +135,11 @@ def _acceptance(
     return 1 + accepted / rounds if rounds else None, accepted / drafted if drafted else None
 
 
+def role_name(role: registry_pb2.WorkerRole) -> str:
+    """Return what people call it."""
+    return registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
+
+
 def _worker(
     old: generation_pb2.WorkerStatus | None, worker: generation_pb2.WorkerStatus, elapsed_s: float
 ) -> WorkerFigures:
@@ -142,7 +147,7 @@ def _worker(
     steps = load.steps - old.load.steps if old is not None and elapsed_s > 0 else 0
     return WorkerFigures(
         worker_id=introduction.worker_id,
-        role=registry_pb2.WorkerRole.Name(introduction.role).removeprefix("WORKER_ROLE_").lower(),
+        role=role_name(introduction.role),
         state="preparing" if worker.state == "serving" and load.preparing else worker.state,
         sessions=load.sessions,
         slots_used=load.slots_used,

@@ -35,7 +35,8 @@ from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.session import Session
 from outrider.errors import Overloaded
 from outrider.models import held_out_prompts
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.sampling import MODE_NUMBERS, SpeculationMode
+from outrider.v1 import generation_pb2
 
 OPEN_PATHS = ("/live", "/live/static/")
 MAX_WATCHERS, MAX_DEMOS = 64, 4
@@ -50,11 +51,6 @@ _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-}
-_MODES = {
-    "async": common_pb2.SPECULATION_MODE_ASYNC,
-    "sync": common_pb2.SPECULATION_MODE_SYNC,
-    "off": common_pb2.SPECULATION_MODE_OFF,
 }
 
 
@@ -146,7 +142,7 @@ class LivePage:
         least, usual, most = _DEMO_TOKENS
         tokens = fields.whole("max_new_tokens", low=least, high=most)
         temperature = fields.number("temperature") or 0.0
-        text, mode = fields.text("text"), fields.one_of("speculation", tuple(_MODES))
+        text, mode = fields.text("text"), fields.one_of("speculation", tuple(SpeculationMode))
         if text is not None and not 0 < len(text) <= _MOST_PROMPT_CHARACTERS:
             fields.wrong("text", f"1 to {_MOST_PROMPT_CHARACTERS} characters needed")
         fields.refuse_others()
@@ -154,7 +150,7 @@ class LivePage:
         return generation_pb2.GenerateRequest(
             text=text or self._prompts[random.randrange(len(self._prompts)) if number is None else number],
             sampling_params=generation_pb2.SamplingParams(max_new_tokens=tokens or usual, temperature=temperature),
-            speculation=generation_pb2.SpeculationParams(mode=_MODES[mode or "async"]),
+            speculation=generation_pb2.SpeculationParams(mode=MODE_NUMBERS[SpeculationMode(mode or "async")]),
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
 from outrider.coordinator.sessions import clock
-from outrider.coordinator.sessions.messages import Growth, Outcome, RoundResults
+from outrider.coordinator.sessions.messages import GrowthBatch, Outcome, RoundResults
 from outrider.drafting.growth_source import GrowthSource
 
 if TYPE_CHECKING:
@@ -124,12 +124,13 @@ class SessionTap:
 
     # ----------------------------------------------------------------------------------------------------------- hooks
 
-    def note_growth(self, worker_id: str, growth: Growth) -> None:
-        """Growth has come; what hangs from no node that is known here is not shown."""
-        new = list[int]()
-        columns = zip(growth.node_ids, growth.parents, growth.tokens, growth.acceptance, strict=True)
-        for name, above, token, acceptance in columns:
-            parent = self._ids.get((worker_id, growth.source, above)) if above else self._roots.get(growth.as_of)
+    def note_growth(self, worker_id: str, growth: GrowthBatch, place: int) -> None:
+        """The session's part of a message has come; what hangs from no node that is known here is not shown."""
+        new, as_of, start = list[int](), growth.as_of[place], sum(growth.node_counts[:place])
+        nodes = slice(start, start + growth.node_counts[place])
+        columns = (growth.node_ids, growth.parents, growth.tokens, growth.acceptance)
+        for name, above, token, acceptance in zip(*(column[nodes].tolist() for column in columns), strict=True):
+            parent = self._ids.get((worker_id, growth.source, above)) if above else self._roots.get(as_of)
             if parent is None or (parent != self._root and parent not in self._nodes):
                 continue
             node_id = self._child(parent, token)
@@ -139,7 +140,7 @@ class SessionTap:
                 new.append(node_id)
             self._ids[worker_id, growth.source, name] = node_id
         self._counts.grown += len(new)
-        event = {"e": "grow", "worker": worker_id, "as_of": growth.as_of, "nodes": list(map(self._entry, new))}
+        event = {"e": "grow", "worker": worker_id, "as_of": as_of, "nodes": list(map(self._entry, new))}
         self._tell({**event, "t": self._now_us()})
 
     def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:

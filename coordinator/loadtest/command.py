@@ -125,10 +125,8 @@ def write(config: LoadtestConfig, runs: Sequence[Run]) -> list[Path]:
     Raises:
         OSError: a file cannot be written.
     """
-    written = []
-    if config.output_json is not None:
-        report_json.write(config.output_json, runs, is_detailed=config.save_detailed)
-        written.append(config.output_json)
+    keep(config, runs)
+    written = [] if config.output_json is None else [config.output_json]
     if config.html is not None:
         report_html.write(config.html, runs, command=shlex.join(["outrider", *sys.argv[1:]]))
         written.append(config.html)

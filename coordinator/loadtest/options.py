@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from outrider.config_checks import check_at_least_one, check_not_negative, check_positive
 from outrider.coordinator.loadtest.arrivals import Arrivals
 from outrider.drafting.growth_source import WORDS
 
@@ -130,17 +131,9 @@ class LoadtestConfig:
     html: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value} given, at least 1 needed")
-        for name in _NOT_NEGATIVE:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
-        for name in ("duration", "timeout", "trace_speed"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}: {value} given, more than 0 needed")
+        check_at_least_one(self, *_AT_LEAST_ONE)
+        check_not_negative(self, *_NOT_NEGATIVE)
+        check_positive(self, "duration", "timeout", "trace_speed")
         if not 0 <= self.random_range_ratio < 1:
             raise ValueError(f"random_range_ratio: {self.random_range_ratio} given, 0 to less than 1 needed")
         if self.dataset_name in _NEED_PATH and self.dataset_path is None:

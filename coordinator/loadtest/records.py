@@ -59,7 +59,6 @@ class RequestRecord:
         accepted_per_position: verifications that accepted at least 1, 2, ... nodes; [] where nobody says.
         position_steps: of so many.
         rounds: of a traced request.
-        text: that came, where it is kept.
         error: why it failed; empty where it has not.
     """
 
@@ -80,7 +79,6 @@ class RequestRecord:
     accepted_per_position: list[int] = field(default_factory=list)
     position_steps: int = 0
     rounds: list[RoundTime] = field(default_factory=list)
-    text: str = ""
     error: str = ""
 
     @property

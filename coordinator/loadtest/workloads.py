@@ -64,7 +64,10 @@ class PythonPrompts:
         prompts = self._prompts
         first = random.Random(f"python {self.seed}").randrange(len(prompts)) + number * self.turns_each
         turns = tuple(
-            Turn(prompt=_apart(turn) + prompts[(first + turn) % len(prompts)], max_new_tokens=self.max_new_tokens)
+            Turn(
+                prompt=("\n\n" if turn else "") + prompts[(first + turn) % len(prompts)],
+                max_new_tokens=self.max_new_tokens,
+            )
             for turn in range(self.turns_each)
         )
         return Conversation(turns=turns, seed=request_seed(self.seed, number))
@@ -73,11 +76,6 @@ class PythonPrompts:
     def _prompts(self) -> Sequence[str]:
         """Read once: a conversation is made when it is due, and what that takes is the client's lag."""
         return held_out_prompts()
-
-
-def _apart(turn: int) -> str:
-    """What stands between an answer and the turn after it."""
-    return "\n\n" if turn else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,6 @@ class RandomLengths:
         vocab_size: ids are below it.
         prefix_len: tokens at the beginning that several conversations share.
         prefixes: how many such beginnings there are; conversations take them in turn.
-        turns_each: requests of a conversation.
         seed: of all of it.
 
     Raises:
@@ -105,7 +102,6 @@ class RandomLengths:
     seed: int
     prefix_len: int = 0
     prefixes: int = 1
-    turns_each: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.range_ratio < 1:
@@ -113,15 +109,17 @@ class RandomLengths:
         if self.vocab_size < 2:
             raise ValueError(f"vocab_size: {self.vocab_size} given, at least 2 needed")
 
+    @property
+    def turns_each(self) -> int:
+        """One."""
+        return 1
+
     def conversation(self, number: int) -> Conversation:
         """Its lengths and ids."""
         draw = random.Random(f"random {self.seed} {number}")
-        turns = []
-        for turn in range(self.turns_each):
-            prefix = self._prefix(number) if turn == 0 else ()
-            own = self._ids(draw, self._length(draw, self.input_len))
-            turns.append(Turn(prompt=(*prefix, *own), max_new_tokens=self._length(draw, self.output_len)))
-        return Conversation(turns=tuple(turns), seed=request_seed(self.seed, number))
+        own = self._ids(draw, self._length(draw, self.input_len))
+        turn = Turn(prompt=(*self._prefix(number), *own), max_new_tokens=self._length(draw, self.output_len))
+        return Conversation(turns=(turn,), seed=request_seed(self.seed, number))
 
     def _prefix(self, number: int) -> tuple[int, ...]:
         draw = random.Random(f"prefix {self.seed} {number % max(1, self.prefixes)}")

@@ -73,7 +73,7 @@ class CoordinatorMetrics:
         refused = totals.serving.refused | {"unauthenticated": self._access.unauthenticated}
         _describe_requests(families, totals, refused)
         _describe_speculation(families, totals, positions=self._max_depth)
-        _describe_sources(families, self._scheduler.source_counts())
+        _describe_sources(families, self._scheduler.totals.sources.counts())
         _describe_rounds(families, totals)
         self._describe_workers(families, totals.serving)
 
@@ -83,7 +83,7 @@ class CoordinatorMetrics:
         families.gauge("num_requests_running", "Choices that are generated.", scheduler.running_sessions)
         families.gauge("num_requests_waiting", "Choices in the queue.", scheduler.waiting_requests)
         families.gauge("num_requests_stalled", "Choices that rest since nobody reads what they have.", stalled)
-        undrafted = scheduler.speculating_sessions()[1]
+        undrafted = scheduler.drafts.speculating()[1]
         families.gauge("undrafted_sessions", "Sessions that would speculate, and that nobody grows.", undrafted)
 
     def _describe_workers(self, families: Families, counts: ServingCounts) -> None:

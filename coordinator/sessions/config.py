@@ -1,12 +1,12 @@
 """How a coordinator is set up."""
 
 import importlib.util
-import math
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.addresses import check_address
+from outrider.config_checks import check_at_least_one, check_between, check_not_negative, check_positive
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
@@ -139,26 +139,13 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         if not self.host:
             raise ValueError("host: empty, an address such as 127.0.0.1 needed")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
-        if self.worker_port is not None and not 0 <= self.worker_port <= 65535:
-            raise ValueError(f"worker_port: {self.worker_port} given, 0 to 65535 needed")
+        check_between(self, 0, 65535, "port", "worker_port", "http_port")
         self._check_doors()
         _check_vllm_extra(needed=self.vllm_grpc)
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value} given, at least 1 needed")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
-        for name in (
-            "sync_wait_cap_ms", "connect_timeout_s", "retry_after_s", "step_timeout_s", "quarantine_window_s",
-            "quarantine_s",
-        ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+        check_at_least_one(self, *_AT_LEAST_ONE)
+        check_not_negative(self, "max_queue", "max_queue_wait_s", "target_wait_s", "room_wait_s", "drain_s")
+        check_positive(self, "sync_wait_cap_ms", "connect_timeout_s", "retry_after_s", "step_timeout_s")
+        check_positive(self, "quarantine_window_s", "quarantine_s")
         for name in ("max_nodes", "max_live_nodes"):
             value = getattr(self, name)
             if not 1 <= value <= MOST_NODES:
@@ -172,8 +159,6 @@ class CoordinatorConfig:
     def _check_doors(self) -> None:
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
         check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
-        if self.http_port is not None and not 0 <= self.http_port <= 65535:
-            raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
         self._check_shared()
         for name in ("http_host", "http_cors"):
             if self.http_port is None and (value := getattr(self, name)):
@@ -191,10 +176,9 @@ class CoordinatorConfig:
                 check_address(entry)
             except ValueError as error:
                 raise ValueError(f"peers: {error}") from error
+        check_between(self, 1, 65535, "shared_port", "shared_http_port")
         for name in ("shared_port", "shared_http_port"):
             port = getattr(self, name)
-            if port is not None and not 1 <= port <= 65535:
-                raise ValueError(f"{name}: {port} given, 1 to 65535 needed")
             if port is not None and not hasattr(socket, "SO_REUSEPORT"):
                 raise ValueError(f"{name}: {port} given, and this system has no ports that processes share")
         if self.shared_http_port is not None and self.http_port is None:
@@ -246,7 +230,6 @@ _AT_LEAST_ONE = (
     "heartbeat_interval_ms",
     "quarantine_losses",
 )
-_NOT_NEGATIVE = ("max_queue", "max_queue_wait_s", "target_wait_s", "room_wait_s", "drain_s")
 
 
 def _check_vllm_extra(*, needed: bool) -> None:

@@ -20,19 +20,11 @@ import numpy.typing as npt
 
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import ALL_SOURCES, NUM_SOURCES, GrowthSource
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.wire import split_by_counts
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.request_trace import RequestTrace
-
-
-class SpeculationMode(StrEnum):
-    """How a request speculates (docs/design.md, "Modes")."""
-
-    ASYNC = "async"
-    SYNC = "sync"
-    OFF = "off"
 
 
 class FinishReason(StrEnum):
@@ -411,37 +403,6 @@ class Commits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
-    """New nodes of one session's tree from one drafter of a draft worker.
-
-    Attributes:
-        as_of: committed length the draft had applied.
-        node_ids: [n] unique per (worker, source, session, epoch).
-        parents: [n] node id, or 0 for the root at length `as_of`.
-        tokens: [n]
-        acceptance: [n] estimate given that the parent is accepted.
-        distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
-        complete: the round's tree is whole (sync mode).
-        source: of all nodes.
-        forgot: earlier node ids mean nothing any more.
-        again: the live tree, sent again.
-    """
-
-    session_id: int
-    epoch: int
-    as_of: int
-    node_ids: Sequence[int]
-    parents: Sequence[int]
-    tokens: Sequence[int]
-    acceptance: Sequence[float]
-    distributions: Sequence[DraftDistribution | None] = ()
-    complete: bool = False
-    source: GrowthSource = GrowthSource.MODEL
-    forgot: bool = False
-    again: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class GrowthBatch:
     """One message of growth, in columns: S parts, each new nodes of a session's tree, N in all, from one draft worker.
 
@@ -450,16 +411,16 @@ class GrowthBatch:
     Attributes:
         session_ids: [S]
         epochs: [S]
-        as_of: [S] as of `Growth`, like all that follows.
+        as_of: [S] committed length the draft had applied.
         node_counts: [S]
-        complete: [S]
-        forgot: [S]
-        again: [S]
-        node_ids: [N]
-        parents: [N]
+        complete: [S] the round's tree is whole (sync mode).
+        forgot: [S] earlier node ids mean nothing any more.
+        again: [S] the live tree, sent again.
+        node_ids: [N] unique per (worker, source, session, epoch).
+        parents: [N] node id, or 0 for the root at length `as_of`.
         tokens: [N]
-        acceptance: [N]
-        distributions: [N] or empty.
+        acceptance: [N] estimate given that the parent is accepted.
+        distributions: [N] the q each token was drawn from, under rejection; empty, or None each, otherwise.
         source: of all nodes.
         steps: steps of the worker in this message.
     """
@@ -496,22 +457,3 @@ class GrowthBatch:
         nodes = self.nodes_of(rows)
         parents = np.sort(owners[nodes] | self.parents[nodes])
         return int(np.count_nonzero(np.diff(parents))) + 1 if len(parents) else 0
-
-    def of_session(self, place: int) -> Growth:
-        """One session's part."""
-        start, count = sum(self.node_counts[:place]), self.node_counts[place]
-        nodes = slice(start, start + count)
-        return Growth(
-            session_id=self.session_ids[place],
-            epoch=self.epochs[place],
-            as_of=self.as_of[place],
-            node_ids=self.node_ids[nodes].tolist(),
-            parents=self.parents[nodes].tolist(),
-            tokens=self.tokens[nodes].tolist(),
-            acceptance=self.acceptance[nodes].tolist(),
-            distributions=self.distributions[nodes] or [None] * count,
-            complete=self.complete[place],
-            forgot=self.forgot[place],
-            again=self.again[place],
-            source=self.source,
-        )

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.admission import Admission, Occupancy
@@ -16,10 +16,7 @@ from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     GenerationRequest,
-    GrowthBatch,
-    RoundResults,
     SessionFault,
-    SourceCounts,
 )
 from outrider.coordinator.sessions.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.sessions.session import Session
@@ -27,9 +24,8 @@ from outrider.coordinator.sessions.session_faults import SessionFaults
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.sessions.waiting import WaitingSessions
-from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.drafts import Drafts
-from outrider.coordinator.workers.links import DraftLink, TargetLink
+from outrider.coordinator.workers.links import TargetLink
 from outrider.coordinator.workers.relay import Relay
 from outrider.coordinator.workers.routing import PrefixRouter
 from outrider.coordinator.workers.shared_places import SharedPlaces
@@ -87,6 +83,12 @@ class Scheduler:
     """Admits requests, places sessions at targets and drafts, and moves those whose worker is gone.
 
     It knows neither gRPC nor Ray: links are given to it.
+
+    Attributes:
+        drafts: the draft workers.
+        relay: takes what drafts grow and what targets' rounds give.
+        totals: counters since the start.
+        weights: which weights requests are of.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -96,8 +98,8 @@ class Scheduler:
         self._waiting = WaitingSessions()
         self._targets: dict[str, TargetPeer] = {}
         self.totals = Totals()
-        self._drafts = Drafts(config, self._sessions, self._targets)
-        self._relay = Relay(self._sessions, self._targets, self._drafts, self.totals, self)
+        self.drafts = Drafts(config, self._sessions, self._targets)
+        self.relay = Relay(self._sessions, self._targets, self.drafts, self.totals, self)
         self._faults = SessionFaults(config, self._targets, self.totals, move=self._move, reopen=self._open)
         self._router = PrefixRouter()
         self._admission = Admission(
@@ -181,12 +183,12 @@ class Scheduler:
             target = self._router.choose(session.token_ids, targets)
             session.generation.note_admitted()
             self._admission.note_start(session.session_id)
-            session.generation.on_awaited = functools.partial(self._relay.serve_reader, session.generation)
+            session.generation.on_awaited = functools.partial(self.relay.serve_reader, session.generation)
             session.committed_ns = session.committed_ns or clock.now_ns()
             logger.debug("session %d goes to %s", session.session_id, target.worker_id, extra=session.ids)
             target.sessions[session.session_id] = session
             self._open(session)
-            self._drafts.assign(session)
+            self.drafts.assign(session)
         if replaced:
             self.end(replaced, self.weights.refusal(replaced[0].generation.weights))
             self.admit()
@@ -206,7 +208,7 @@ class Scheduler:
         target.open(session, sync_wait_ms=self._config.sync_wait_cap_ms)
         if session.generation.is_stalled:
             target.hold(session, is_held=True)
-        self._drafts.ask_all_again(session)
+        self.drafts.ask_all_again(session)
 
     def finish_session(self, session: Session) -> None:
         """The session has emitted its last token."""
@@ -224,7 +226,7 @@ class Scheduler:
 
     def _release(self, generation: Generation) -> None:
         self.totals.serving.note_end(generation)
-        self._relay.forget(generation)
+        self.relay.forget(generation)
         if generation.request.spans is not None:
             generation.request.spans.end(generation)
         for session in generation.sessions:
@@ -247,11 +249,11 @@ class Scheduler:
             if target.let_go(session):
                 self._note_left(target)
         # Behind the targets: where nobody verifies it, nobody needs to hear that its drafts leave.
-        had_draft = self._drafts.let_go(session)
+        had_draft = self.drafts.let_go(session)
         if self._places_nobody:
             return
         if had_draft:
-            self._drafts.assign_all()
+            self.drafts.assign_all()
         self.admit()
 
     def take_fault(self, session: Session, fault: SessionFault) -> None:
@@ -289,10 +291,6 @@ class Scheduler:
         self.admit()
         self._expect_target()
 
-    def take_results(self, worker_id: str, results: RoundResults) -> None:
-        """A round of a target has ended."""
-        self._relay.take_results(worker_id, results)
-
     def _requeue(self, sessions: Sequence[Session]) -> None:
         """Sessions whose target is gone, or not theirs any more, come first in the queue, as old as they are."""
         for session in reversed(sessions):
@@ -326,7 +324,7 @@ class Scheduler:
 
     def drain_worker(self, worker_id: str, *, on_empty: Callable[[], None]) -> None:
         """A worker wants to go: it gets no new sessions, and `on_empty` is called once none of its own is left."""
-        if self._drafts.drain(worker_id):
+        if self.drafts.drain(worker_id):
             on_empty()
         elif (target := self._targets.get(worker_id)) is not None:
             target.is_draining = True
@@ -354,7 +352,7 @@ class Scheduler:
             if target.places.hear(load, len(target.sessions)):
                 self.admit()
         else:
-            self._drafts.hear(worker_id, load)
+            self.drafts.hear(worker_id, load)
 
     def _expect_target(self) -> None:
         """While there is no target: requests wait as long as is configured for a new one, then end."""
@@ -381,24 +379,6 @@ class Scheduler:
         finally:
             self._places_nobody = outer
 
-    def add_draft(
-        self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, *, sources: Iterable[int] = ()
-    ) -> None:
-        """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
-        self._drafts.add(worker_id, link, limits, sources)
-
-    def remove_draft(self, worker_id: str) -> None:
-        """A draft worker is gone: what it has grown stays, its sessions go to another if there is one."""
-        self._drafts.remove(worker_id)
-
-    def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
-        """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
-        self._relay.take_growth(worker_id, growth)
-
-    def take_draft_fault(self, worker_id: str, session_id: int, epoch: int, fault: SessionFault) -> None:
-        """A draft has refused a session, or has no room for it: it goes on without this draft."""
-        self._drafts.take_fault(worker_id, session_id, epoch, fault)
-
     # ---------------------------------------------------------------------------------------------------------- status
 
     @property
@@ -410,22 +390,6 @@ class Scheduler:
     def running_sessions(self) -> int:
         """Sessions placed at a target."""
         return sum(len(target.sessions) for target in self._targets.values())
-
-    @property
-    def drafts(self) -> Mapping[str, DraftPeer]:
-        """By worker id."""
-        return self._drafts.peers
-
-    def source_counts(self) -> list[SourceCounts]:
-        """What each source of growth has grown since the start, and what became of it."""
-        return self.totals.sources.counts()
-
-    def speculating_sessions(self) -> tuple[int, int]:
-        """Sessions at a target that some draft worker could grow, and those of them that nobody grows.
-
-        Those whose sources a model is not one of count where there is a draft of theirs: another model would not help.
-        """
-        return self._drafts.speculating()
 
     @property
     def waiting_requests(self) -> int:

@@ -11,13 +11,12 @@ from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
-    Growth,
     GrowthArrival,
+    GrowthBatch,
     Outcome,
     RoundRecord,
     RoundResults,
     SessionOpening,
-    SpeculationMode,
     TokenDelta,
     TokenLogprobs,
 )
@@ -26,7 +25,7 @@ from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
 from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import InternalError
 from outrider.roles.log_output import about
-from outrider.sampling import VerificationRule
+from outrider.sampling import SpeculationMode, VerificationRule
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ class Tap(Protocol):
         """One more watches."""
         ...
 
-    def note_growth(self, worker_id: str, growth: Growth) -> None:
-        """A draft has grown nodes."""
+    def note_growth(self, worker_id: str, growth: GrowthBatch, place: int) -> None:
+        """A draft has grown nodes: the session's part of a message."""
         ...
 
     def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:

@@ -47,6 +47,10 @@ class TextStream:
         stop: stop strings, none of them empty.
         prompt_token_ids: what stands before the text.
 
+    Attributes:
+        stop_string: that ended the text, once one has.
+        text_bytes: UTF-8 bytes of all text let out so far.
+
     Raises:
         ValueError: stop strings without a tokenizer, or an empty one.
     """
@@ -65,18 +69,8 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._at_start = not self._take_context(prompt_token_ids)
-        self._stop_string: str | None = None
-        self._text_bytes = 0
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text, once one has."""
-        return self._stop_string
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of all text let out so far."""
-        return self._text_bytes
+        self.stop_string: str | None = None
+        self.text_bytes = 0
 
     def push(self, token_ids: Sequence[int]) -> StreamedText:
         """Takes the next tokens. After a stop string nothing more is kept."""
@@ -85,7 +79,7 @@ class TextStream:
         released: list[str] = []
         consumed = 0
         for token_id in token_ids:
-            if self._stop_string is not None:
+            if self.stop_string is not None:
                 break
             consumed += 1
             new = self._utf8.decode(self._piece(self._tokenizer, token_id))
@@ -95,15 +89,15 @@ class TextStream:
 
     def flush(self) -> str:
         """At the end without a stop string: all that was held back, an unfinished character as U+FFFD."""
-        if self._stop_string is not None:
+        if self.stop_string is not None:
             return ""
         rest = self._held + self._utf8.decode(b"", final=True)
         self._held = ""
         return self._let_out(rest, 0).text
 
     def _let_out(self, text: str, consumed: int) -> StreamedText:
-        self._text_bytes += len(text.encode("utf-8"))
-        return StreamedText(text=text, consumed=consumed, stop_string=self._stop_string)
+        self.text_bytes += len(text.encode("utf-8"))
+        return StreamedText(text=text, consumed=consumed, stop_string=self.stop_string)
 
     def _piece(self, tokenizer: TextTokenizer, token_id: int) -> bytes:
         piece = tokenizer.piece(token_id)
@@ -121,7 +115,7 @@ class TextStream:
         # A stop string cannot begin before the held text: whatever may begin one is held.
         ends = [(start + len(string), start, string) for string in self._stop if (start := text.find(string)) >= 0]
         if ends:
-            _, start, self._stop_string = min(ends)
+            _, start, self.stop_string = min(ends)
             self._held = ""
             return text[:start]
         keep = min(self._longest_prefix, len(text))

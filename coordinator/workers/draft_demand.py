@@ -15,7 +15,8 @@ differences over windows of their own. docs/autoscaling.md has the formula that 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from outrider.coordinator.sessions.messages import RoundResults, SpeculationMode, TreeEnd
+from outrider.coordinator.sessions.messages import RoundResults, TreeEnd
+from outrider.sampling import SpeculationMode
 from outrider.v1 import generation_pb2
 
 if TYPE_CHECKING:

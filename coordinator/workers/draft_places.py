@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
-from outrider.coordinator.sessions.messages import SpeculationMode
 from outrider.coordinator.sessions.session import PLACES, Drafter, Session
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.growth_source import GrowthSource
+from outrider.sampling import SpeculationMode
 from outrider.v1 import target_pb2
 
 # An EAGLE head grows where the target runs, and a chain is drawn by a model.

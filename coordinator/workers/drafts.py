@@ -104,7 +104,10 @@ class Drafts:
         return had_draft
 
     def speculating(self) -> tuple[int, int]:
-        """Sessions at a target that some draft could grow, and those of them that nobody grows."""
+        """Sessions at a target that some draft worker could grow, and those of them that nobody grows.
+
+        Those whose sources a model is not one of count where there is a draft of theirs: another model would not help.
+        """
         grown = frozenset({GrowthSource.MODEL}).union(*(peer.sources for peer in self.peers.values()))
         has_growth = [
             bool(session.draft_epochs)

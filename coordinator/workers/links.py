@@ -1,6 +1,6 @@
 """The coordinator's ends of the worker streams: messages to protocol buffers and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 
 import grpc
@@ -14,23 +14,17 @@ from outrider.coordinator.sessions.messages import (
     RoundResults,
     SessionFault,
     SessionOpening,
-    SpeculationMode,
     TokenLogprobs,
 )
 from outrider.coordinator.workers.answers import check_report, check_results
 from outrider.coordinator.workers.growth import growth_batch
 from outrider.coordinator.workers.worker_link import WorkerLink
 from outrider.drafting.growth_source import ALL_SOURCES, sources_to_proto
+from outrider.sampling import MODE_NUMBERS
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, uints_to_bytes
-
-_MODES = {
-    SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
-    SpeculationMode.SYNC: common_pb2.SPECULATION_MODE_SYNC,
-    SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
-}
 
 _FAULT_KINDS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FaultKind.NO_ROOM,
@@ -38,23 +32,6 @@ _FAULT_KINDS = {
     grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
     grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
 }
-
-
-class Latency:
-    """A running mean of a time.
-
-    Attributes:
-        mean_ns: in nanoseconds; 0 before the first.
-    """
-
-    def __init__(self) -> None:
-        self.mean_ns = 0.0
-
-    def observe(self, elapsed_ns: float) -> None:
-        """Take one measured time."""
-        # A pause of the whole machine counts as twice the mean at most.
-        error_ns = min(elapsed_ns, 2 * self.mean_ns) - self.mean_ns if self.mean_ns else 8 * elapsed_ns
-        self.mean_ns += error_ns / 8
 
 
 def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
@@ -66,7 +43,7 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
         output=uints_to_bytes(opening.output),
         sampling=opening.sampling.to_proto(),
         limits=common_pb2.SpeculationLimits(
-            mode=_MODES[opening.mode],
+            mode=MODE_NUMBERS[opening.mode],
             max_live_nodes=opening.max_live_nodes,
             max_depth=opening.max_depth,
             max_nodes=opening.max_nodes,
@@ -84,7 +61,7 @@ def _check_readable(message: Message | None) -> None:
         raise ValueError("its bytes are none of this protocol's")
 
 
-class TargetLink(WorkerLink):
+class TargetLink(WorkerLink[target_pb2.RoundCommands]):
     """The stream to one target worker: commands go out, results come in, and neither answers the other.
 
     Args:
@@ -103,10 +80,7 @@ class TargetLink(WorkerLink):
     ) -> None:
         super().__init__(address, tls=tls, role=Role.TARGET, on_lost=on_lost)
         self._incarnation, self._vocab_size, self._on_results = incarnation, vocab_size, on_results
-        self._outgoing: list[target_pb2.RoundCommands] = []
         self._received = 0
-        self.step_latency = Latency()
-        """The worker's time of a round."""
         metadata = tracing.stream_metadata("target", address)
         self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
 
@@ -159,10 +133,6 @@ class TargetLink(WorkerLink):
     def _begin(self) -> None:
         self._outgoing.append(target_pb2.RoundCommands(incarnation=self._incarnation))
         self._outgoing_ready.set()
-
-    def _take_outgoing(self) -> Sequence[target_pb2.RoundCommands]:
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
 
     async def _read(self) -> None:
         async for response in self._call:
@@ -223,7 +193,7 @@ def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(token_logprobs=token_logprobs, top_token_ids=rows or [[]] * count, top_logprobs=top)
 
 
-class DraftLink(WorkerLink):
+class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
     """The stream to one draft worker. Nothing sent here is ever waited for.
 
     Growth that no target would take ends the stream: a broken draft costs its own sessions their speed, not their
@@ -249,13 +219,8 @@ class DraftLink(WorkerLink):
         tls: TlsConfig | None = None,
     ) -> None:
         super().__init__(address, tls=tls, role=Role.DRAFT, on_lost=on_lost)
-        self._incarnation = incarnation
-        self._vocab_size = vocab_size
-        self._on_growth = on_growth
-        self._on_fault = on_fault
-        self._outgoing: list[draft_pb2.DraftCommands] = []
-        self.step_latency = Latency()
-        """The worker's step time."""
+        self._incarnation, self._vocab_size = incarnation, vocab_size
+        self._on_growth, self._on_fault = on_growth, on_fault
         metadata = tracing.stream_metadata("draft", address)
         self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate(metadata=metadata))
 
@@ -296,10 +261,6 @@ class DraftLink(WorkerLink):
         self._outgoing.append(draft_pb2.DraftCommands(incarnation=self._incarnation))
         self._outgoing_ready.set()
         return self._outgoing[-1]
-
-    def _take_outgoing(self) -> Sequence[draft_pb2.DraftCommands]:
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
 
     async def _read(self) -> None:
         async for message in self._call:

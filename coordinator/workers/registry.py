@@ -259,7 +259,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 address,
                 incarnation=self._incarnation,
                 vocab_size=worker.introduction.model.vocab_size,
-                on_results=_bind_first(self._scheduler.take_results, worker.worker_id),
+                on_results=_bind_first(self._scheduler.relay.take_results, worker.worker_id),
                 on_lost=worker.lose,
                 tls=self._config.tls,
             )
@@ -268,8 +268,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 address,
                 incarnation=self._incarnation,
                 vocab_size=worker.introduction.model.vocab_size,
-                on_growth=_bind_first(self._scheduler.take_growth, worker.worker_id),
-                on_fault=_bind_first(self._scheduler.take_draft_fault, worker.worker_id),
+                on_growth=_bind_first(self._scheduler.relay.take_growth, worker.worker_id),
+                on_fault=_bind_first(self._scheduler.drafts.take_fault, worker.worker_id),
                 on_lost=worker.lose,
                 tls=self._config.tls,
             )
@@ -279,7 +279,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             self._scheduler.add_target(worker.worker_id, link, worker.introduction.limits)
         else:
             told = worker.introduction
-            self._scheduler.add_draft(worker.worker_id, link, told.limits, sources=told.sources)
+            self._scheduler.drafts.add(worker.worker_id, link, told.limits, sources=told.sources)
         self._scheduler.note_load(worker.worker_id, worker.load)
         worker.is_serving = True
         # What came meanwhile has not been acted upon.
@@ -289,7 +289,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if worker.is_target:
             self._scheduler.remove_target(worker.worker_id, worker.lost_reason, kind=worker.loss)
         else:
-            self._scheduler.remove_draft(worker.worker_id)
+            self._scheduler.drafts.remove(worker.worker_id)
         if worker.link is not None:
             await worker.link.close()
 

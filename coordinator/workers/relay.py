@@ -14,21 +14,14 @@ from typing import Protocol
 
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
-from outrider.coordinator.sessions.messages import (
-    Commits,
-    FaultKind,
-    GrowthBatch,
-    Outcome,
-    RoundResults,
-    SessionFault,
-    SpeculationMode,
-)
+from outrider.coordinator.sessions.messages import Commits, FaultKind, GrowthBatch, Outcome, RoundResults, SessionFault
 from outrider.coordinator.sessions.session import Drafter, Session
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.drafts import Drafts
 from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import GrowthSource, to_proto
+from outrider.sampling import SpeculationMode
 from outrider.v1 import target_pb2
 from outrider.wire import entries_of, floats_to_bytes, rows_of, uints_to_bytes
 
@@ -147,7 +140,7 @@ class Relay:
         """Show one session's part to whoever traces it, or watches its tree."""
         session.note_growth(drafter.worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
         if session.tap is not None:
-            session.tap.note_growth(drafter.worker_id, growth.of_session(number))
+            session.tap.note_growth(drafter.worker_id, growth, number)
 
     def _open_target(self, session: Session) -> TargetPeer | None:
         """The target where a session is open; None while it is nowhere, or needs none any more."""

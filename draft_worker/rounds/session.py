@@ -2,31 +2,21 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import CommitMismatch, FieldViolation, InvalidRequest
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 
 Key = tuple[int, int]
 """A session's name in its worker: the coordinator's incarnation and the session id."""
-
-
-class GrowthMode(Enum):
-    """Mode of growth of a session's tree."""
-
-    ASYNC = "async"
-    """Without being asked, until credit or depth is used up."""
-    SYNC = "sync"
-    """One tree of fixed size after every commit, from the root."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthLimits:
     """Bounds of one session's tree, 1 at least; see `SpeculationLimits` in common.proto."""
 
-    mode: GrowthMode = GrowthMode.ASYNC
+    mode: SpeculationMode = SpeculationMode.ASYNC
     max_live_nodes: int = 64
     max_depth: int = 16
     sync_nodes: int = 24
@@ -61,7 +51,7 @@ class SessionStart:
     @property
     def is_sync(self) -> bool:
         """True if the session grows one tree a round."""
-        return self.limits.mode is GrowthMode.SYNC
+        return self.limits.mode is SpeculationMode.SYNC
 
     def end(self, max_model_len: int) -> int:
         """Length at which the session ends, in tokens of prompt and output."""

@@ -58,8 +58,15 @@ def _tensor_names(folder: Path) -> Iterable[str]:
     index, file = read_json_object(folder / "model.safetensors.index.json"), folder / "model.safetensors"
     if index is not None:
         return index.get("weight_map") or ()
-    if not file.is_file():
-        return ()
+    return read_safetensors_header(file) if file.is_file() else ()
+
+
+def read_safetensors_header(file: Path) -> dict[str, Any]:
+    """What a file says of its tensors, by name.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")

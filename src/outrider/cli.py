@@ -5,13 +5,14 @@ This is the one place besides deploy/ that knows every role; each is imported wh
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -137,15 +138,15 @@ def _command(name: str) -> Callable[..., None] | typer.Typer:  # noqa: PLR0912 -
         case "coordinator":
             from outrider.coordinator.sessions.config import CoordinatorConfig
 
-            command = _role(CoordinatorConfig, _coordinator)
+            command = _role(CoordinatorConfig, "coordinator", "The public door and the scheduler")
         case "target-worker":
             from outrider.target_worker.config import TargetWorkerConfig
 
-            command = _role(TargetWorkerConfig, _target_worker)
+            command = _role(TargetWorkerConfig, "target_worker", "Verifies trees with the target model")
         case "draft-worker":
             from outrider.draft_worker.config import DraftWorkerConfig
 
-            command = _role(DraftWorkerConfig, _draft_worker)
+            command = _role(DraftWorkerConfig, "draft_worker", "Grows trees with the draft model")
         case _:
             raise AssertionError(name)
     return command
@@ -217,7 +218,7 @@ def local_endpoint(drafts: int, coordinator_args: Sequence[str] = ()) -> Iterato
 # ---------------------------------------------------------------------------------------------------------------- roles
 
 
-def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+def _role(config_type: type, folder: str, what: str) -> Callable[..., None]:
     from outrider.command_options import config_command
 
     def run_role(
@@ -229,43 +230,20 @@ def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[
         keep_cores_awake: int,
         stop_with_stdin: bool,
     ) -> None:
-        role = serve.__name__.strip("_").removesuffix("_worker")
+        role = folder.removesuffix("_worker")
         log_to_stderr(log_level, log_format, role=role)
         with (
             exporting(role, otlp_endpoint),
             cores_awake(keep_cores_awake) as settle,
             asyncio.Runner(loop_factory=_loop_factory()) as runner,
         ):
-            runner.run(_serve_until_stopped(serve, config, settle, stop_with_stdin=stop_with_stdin))
+            runner.run(_serve_until_stopped(folder, config, settle, stop_with_stdin=stop_with_stdin))
 
-    run_role.__doc__ = serve.__doc__
+    run_role.__doc__ = f"{what}, as a plain process; prints `ready HOST:PORT` when it serves."
     return config_command(config_type, run_role, more=_ROLE_OPTIONS)
 
 
-async def _coordinator(config: Any, **options: Any) -> None:
-    """The public door and the scheduler, as a plain process; prints `ready HOST:PORT` when it serves."""
-    from outrider.coordinator import server
-
-    await server.serve(config, **options)
-
-
-async def _target_worker(config: Any, **options: Any) -> None:
-    """Verifies trees with the target model, as a plain process; prints `ready HOST:PORT` when it serves."""
-    from outrider.target_worker import server
-
-    await server.serve(config, **options)
-
-
-async def _draft_worker(config: Any, **options: Any) -> None:
-    """Grows trees with the draft model, as a plain process; prints `ready HOST:PORT` when it serves."""
-    from outrider.draft_worker import server
-
-    await server.serve(config, **options)
-
-
-async def _serve_until_stopped(
-    serve: Callable[..., Awaitable[None]], config: Any, settle: Callable[[], None], *, stop_with_stdin: bool
-) -> None:
+async def _serve_until_stopped(folder: str, config: Any, settle: Callable[[], None], *, stop_with_stdin: bool) -> None:
     import grpc.aio
 
     def ready(address: str) -> None:
@@ -279,7 +257,8 @@ async def _serve_until_stopped(
         loop.add_signal_handler(number, stop.set)
     if stop_with_stdin:
         threading.Thread(target=_watch_stdin, args=(loop, stop), daemon=True).start()
-    await serve(config, ready=ready, stop=stop)
+    # What takes long to import comes once this process can be told to stop.
+    await importlib.import_module(f"outrider.{folder}.server").serve(config, ready=ready, stop=stop)
     for number in (signal.SIGINT, signal.SIGTERM):
         # What it was told has been done: being told again while the interpreter ends is no reason to die of it.
         loop.remove_signal_handler(number)

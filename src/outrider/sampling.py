@@ -22,14 +22,34 @@ class VerificationRule(StrEnum):
     """Coins of given rates, whatever was drafted: for benchmarks alone."""
 
 
-_RULES = {
-    common_pb2.VERIFICATION_RULE_UNSPECIFIED: VerificationRule.COUPLED,
-    common_pb2.VERIFICATION_RULE_COUPLED: VerificationRule.COUPLED,
-    common_pb2.VERIFICATION_RULE_TARGET_ONLY: VerificationRule.TARGET_ONLY,
-    common_pb2.VERIFICATION_RULE_REJECTION: VerificationRule.REJECTION,
-    common_pb2.VERIFICATION_RULE_SYNTHETIC: VerificationRule.SYNTHETIC,
+class SpeculationMode(StrEnum):
+    """When a session's trees are grown and verified; see the enum of the same name in common.proto."""
+
+    ASYNC = "async"
+    """Drafts grow without being asked; a round verifies whatever has been grown by then."""
+    SYNC = "sync"
+    """One whole tree of fixed size a round."""
+    OFF = "off"
+    """Never: every round is a plain step."""
+
+
+RULE_NUMBERS = {
+    VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
+    VerificationRule.TARGET_ONLY: common_pb2.VERIFICATION_RULE_TARGET_ONLY,
+    VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
+    VerificationRule.SYNTHETIC: common_pb2.VERIFICATION_RULE_SYNTHETIC,
 }
-_RULES_TO_PROTO = {rule: number for number, rule in _RULES.items()}
+MODE_NUMBERS = {
+    SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
+    SpeculationMode.SYNC: common_pb2.SPECULATION_MODE_SYNC,
+    SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
+}
+_RULES = {number: rule for rule, number in RULE_NUMBERS.items()} | {
+    common_pb2.VERIFICATION_RULE_UNSPECIFIED: VerificationRule.COUPLED
+}
+_MODES = {number: mode for mode, number in MODE_NUMBERS.items()} | {
+    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC
+}
 
 
 def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
@@ -41,6 +61,17 @@ def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
     if number not in _RULES:
         raise ValueError(f"{number} given, 1 (coupled), 2 (target_only), 3 (rejection) or 4 (synthetic) needed")
     return _RULES[number]
+
+
+def mode_from_proto(number: common_pb2.SpeculationMode) -> SpeculationMode:
+    """The mode of this number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if number not in _MODES:
+        raise ValueError(f"{number} given, 1 (async), 2 (sync) or 3 (off) needed")
+    return _MODES[number]
 
 
 SCORED_ALONE = "as many as max_new_tokens needed, and nothing beside them that changes or ends the output"
@@ -186,7 +217,7 @@ class SamplingSpec:
             stop_token_ids=self.stop_token_ids,
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
-            verification=_RULES_TO_PROTO[self.verification],
+            verification=RULE_NUMBERS[self.verification],
             threshold_single=self.threshold_single,
             threshold_acc=self.threshold_acc,
             synthetic_rates=self.synthetic_rates,

@@ -14,17 +14,10 @@ from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import COUNTED_KINDS, Finish
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.host_part import has_host_stops, needs_host
-from outrider.target_worker.sessions.requests import (
-    WITHOUT_BOUND,
-    Code,
-    SessionFault,
-    SessionKey,
-    SpeculationMode,
-    TokenLogprobs,
-)
+from outrider.target_worker.sessions.requests import WITHOUT_BOUND, Code, SessionFault, SessionKey, TokenLogprobs
 
 # Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
 _MOST_DISTRIBUTIONS = 512

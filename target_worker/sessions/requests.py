@@ -5,14 +5,14 @@ No proto and no grpc here.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.kernels.verification.walk import MAX_RATES
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 
 # The device counts indices in 32 bits.
 _MOST_NEW_TOKENS = 1 << 30
@@ -43,17 +43,6 @@ class SessionFault(Exception):
         self.code = code
         self.message = message
         super().__init__(message)
-
-
-class SpeculationMode(Enum):
-    """When a session's trees are verified."""
-
-    ASYNC = "async"
-    """Whatever has been grown by the next round."""
-    SYNC = "sync"
-    """Whole trees, one a round."""
-    OFF = "off"
-    """Never: every round is a plain step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from outrider.drafting.draft_distribution import unpack_distributions
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.roles.log_output import about
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, mode_from_proto
 from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     CloseCommand,
@@ -31,7 +31,6 @@ from outrider.target_worker.sessions.requests import (
     Code,
     OpenRequest,
     SessionFault,
-    SpeculationMode,
 )
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import MOST_NODES, floats_from_bytes, uints_from_bytes
@@ -45,12 +44,6 @@ _MOST_SOURCE = 7
 _Bounds = dict[tuple[int, int], tuple[int, bool]]
 """By session id and epoch: `allow`, and whether the session is alone."""
 
-_MODES = {
-    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC,
-    common_pb2.SPECULATION_MODE_ASYNC: SpeculationMode.ASYNC,
-    common_pb2.SPECULATION_MODE_SYNC: SpeculationMode.SYNC,
-    common_pb2.SPECULATION_MODE_OFF: SpeculationMode.OFF,
-}
 _CHANGES = {
     target_pb2.PLACE_CHANGE_TAKEN: PlaceChange.TAKEN,
     target_pb2.PLACE_CHANGE_LEFT: PlaceChange.LEFT,
@@ -127,9 +120,10 @@ def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: Roun
     key, epoch, limits = (incarnation, opening.session_id), opening.epoch, opening.limits
     ids = about(session_id=opening.session_id, epoch=epoch)
     logger.debug("session %d, epoch %d is opened", opening.session_id, epoch, extra=ids)
-    if limits.mode not in _MODES:
-        message = f"limits.mode: {limits.mode} given, 1 (async), 2 (sync) or 3 (off) needed"
-        return _refusal(owner, incarnation, opening.session_id, epoch, message)
+    try:
+        mode = mode_from_proto(limits.mode)
+    except ValueError as error:
+        return _refusal(owner, incarnation, opening.session_id, epoch, f"limits.mode: {error}")
     allow, is_alone = bounds.pop((opening.session_id, epoch), (WITHOUT_LIMIT, False))
     try:
         request = OpenRequest(
@@ -139,7 +133,7 @@ def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: Roun
             output=uints_from_bytes(opening.output).tolist(),
             sampling=SamplingSpec.from_proto(opening.sampling),
             weights=opening.weights,
-            mode=_MODES[limits.mode],
+            mode=mode,
             sync_wait_ms=limits.sync_wait_ms,
             max_nodes=min(limits.max_nodes or WITHOUT_BOUND, WITHOUT_BOUND),
             max_depth=min(limits.max_depth or WITHOUT_BOUND, WITHOUT_BOUND),

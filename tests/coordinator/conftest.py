@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from tests.byte_tokenizer import byte_tokenizer
-from tests.coordinator.fake_workers import FakeDraft, FakeTarget, batch_of, expected_output
+from tests.coordinator.fake_workers import FakeDraft, FakeTarget, Growth, batch_of, expected_output
 from tests.coordinator.virtual_time import VirtualTimeLoop
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
-from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, Growth, TokenDelta
+from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, TokenDelta
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.growth_source import GrowthSource
@@ -30,7 +30,7 @@ class Bench:
 
     def add_target(self, name: str = "target", target: FakeTarget | None = None, **options: object) -> FakeTarget:
         target = target or FakeTarget(**options)  # type: ignore[arg-type]
-        target.on_results = lambda results: self.scheduler.take_results(name, results)
+        target.on_results = lambda results: self.scheduler.relay.take_results(name, results)
         target.on_lost = lambda reason: self.scheduler.remove_target(name, reason)
         self.targets.append(target)
         self.scheduler.add_target(name, target, self.limits)  # type: ignore[arg-type]
@@ -40,13 +40,13 @@ class Bench:
         self, name: str = "draft", *, accuracy: float = 0.8, delay_s: float = 0.002, sources: Sequence[int] = ()
     ) -> FakeDraft:
         draft = FakeDraft(accuracy=accuracy, delay_s=delay_s, sources=[GrowthSource(number) for number in sources])
-        draft.deliver = lambda growth: self.scheduler.take_growth(name, growth)
-        self.scheduler.add_draft(name, draft, self.limits, sources=sources)  # type: ignore[arg-type]
+        draft.deliver = lambda growth: self.scheduler.relay.take_growth(name, growth)
+        self.scheduler.drafts.add(name, draft, self.limits, sources=sources)  # type: ignore[arg-type]
         return draft
 
     def grow(self, draft: str, *growths: Growth) -> None:
         """One message of a draft."""
-        self.scheduler.take_growth(draft, batch_of(*growths))
+        self.scheduler.relay.take_growth(draft, batch_of(*growths))
 
     def check_workers(self) -> None:
         """Nobody was told what no worker is to be told."""

@@ -13,18 +13,17 @@ import numpy as np
 from outrider.coordinator.sessions.messages import (
     Commits,
     FaultKind,
-    Growth,
     GrowthBatch,
     Outcome,
     RoundResults,
     SessionFault,
     SessionOpening,
-    SpeculationMode,
     TreeEnd,
 )
-from outrider.coordinator.workers.links import Latency
+from outrider.coordinator.workers.worker_link import Latency
+from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import target_pb2
 from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes
 
@@ -58,6 +57,37 @@ class Commit(NamedTuple):
 def commits_by_session(commits: Commits) -> Iterator[Commit]:
     token_ids = (commits.tokens[span] for span in split_by_counts(commits.token_counts))
     return map(Commit, commits.session_ids, commits.epochs, commits.positions, token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """New nodes of one session's tree from one drafter of a draft worker.
+
+    Attributes:
+        as_of: committed length the draft had applied.
+        node_ids: [n] unique per (worker, source, session, epoch).
+        parents: [n] node id, or 0 for the root at length `as_of`.
+        tokens: [n]
+        acceptance: [n] estimate given that the parent is accepted.
+        distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
+        complete: the round's tree is whole (sync mode).
+        source: of all nodes.
+        forgot: earlier node ids mean nothing any more.
+        again: the live tree, sent again.
+    """
+
+    session_id: int
+    epoch: int
+    as_of: int
+    node_ids: Sequence[int]
+    parents: Sequence[int]
+    tokens: Sequence[int]
+    acceptance: Sequence[float]
+    distributions: Sequence[DraftDistribution | None] = ()
+    complete: bool = False
+    source: GrowthSource = GrowthSource.MODEL
+    forgot: bool = False
+    again: bool = False
 
 
 def batch_of(*growths: Growth) -> GrowthBatch:

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 from tests.coordinator.fake_workers import FakeTarget
 
-from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionOpening, SpeculationMode
-from outrider.sampling import SamplingSpec
+from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionOpening
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, uints_from_bytes
 

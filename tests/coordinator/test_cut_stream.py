@@ -9,9 +9,9 @@ from tests.coordinator.fake_workers import FakeTarget
 from tests.coordinator.round_servicer import RoundServicer
 
 from outrider import rpc
-from outrider.coordinator.sessions.messages import RoundResults, SessionOpening, SpeculationMode
+from outrider.coordinator.sessions.messages import RoundResults, SessionOpening
 from outrider.coordinator.workers.links import TargetLink
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import target_pb2_grpc
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.coordinator.fake_workers import results_of
+from tests.coordinator.fake_workers import Growth, results_of
 from tests.coordinator.streams import LinkToStream, Stream, settle
 from tests.polling import until
 
@@ -17,10 +17,8 @@ from outrider.coordinator.sessions.messages import (
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
-    Growth,
     Outcome,
     RoundResults,
-    SpeculationMode,
     TokenDelta,
     TokenLogprobs,
 )
@@ -28,7 +26,7 @@ from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers import relay
 from outrider.errors import WorkerUnavailable
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import registry_pb2, target_pb2
 
 LIMITS = registry_pb2.WorkerLimits(max_sessions=50, max_step_tokens=64)
@@ -105,7 +103,7 @@ async def begun(bench: Any, count: int, tokens: int, *, busy: asyncio.Event | No
     requests = [replace(short_request(tokens), request_id=str(number)) for number in range(count)]
     readers = [Reader(bench.scheduler.submit(request, [TextStream(None)]), busy=busy) for request in requests]
     await settle()
-    bench.scheduler.take_results("target", a_token_each(readers, 4))
+    bench.scheduler.relay.take_results("target", a_token_each(readers, 4))
     await settle()
     assert all(reader.outputs == {0: [4]} for reader in readers)
     return readers
@@ -138,10 +136,10 @@ async def test_drafts_hear_before_any_client(bench, happened):
     draft.commit = noting
     reader = Reader(generation)
     await settle()
-    bench.scheduler.take_results("target", a_token_for_all(generation))
+    bench.scheduler.relay.take_results("target", a_token_for_all(generation))
     assert happened == ["3 commits", "delta 0", "delta 1", "delta 2"], "first tokens are told at once"
     await settle()
-    bench.scheduler.take_results("target", a_token_for_all(generation))
+    bench.scheduler.relay.take_results("target", a_token_for_all(generation))
     assert happened[4:] == ["3 commits"]
     await settle()
     assert happened[4:] == ["3 commits", "delta 0", "delta 1", "delta 2"]
@@ -153,7 +151,7 @@ async def test_few_clients_are_written_to_at_once_and_each_hears_once(bench, hap
     """What else there is to do, the next round's results and growth above all, comes in between."""
     readers = await begun(bench, 50, tokens=4)
     happened.clear()
-    bench.scheduler.take_results("target", a_token_each(readers, 5))
+    bench.scheduler.relay.take_results("target", a_token_each(readers, 5))
     heard = [0]
     while heard[-1] < 50:
         await asyncio.sleep(0)
@@ -170,7 +168,7 @@ async def test_rounds_that_end_while_a_client_is_written_to_reach_it_as_one_mess
     busy = asyncio.Event()
     readers = await begun(bench, 12, tokens=5, busy=busy)
     for token in (5, 6, 7, 8):
-        bench.scheduler.take_results("target", a_token_each(readers, token, is_over=token == 8))
+        bench.scheduler.relay.take_results("target", a_token_each(readers, token, is_over=token == 8))
         await settle()
     assert all(reader.outputs == {0: [4]} for reader in readers)
     busy.set()
@@ -185,7 +183,7 @@ async def slow_readers(bench: Any, busy: asyncio.Event) -> "list[Reader]":
     busy.set()
     readers = await begun(bench, 8, tokens=100, busy=busy)
     busy.clear()
-    bench.scheduler.take_results("target", a_token_each(readers, 5))
+    bench.scheduler.relay.take_results("target", a_token_each(readers, 5))
     await settle()
     return readers
 
@@ -195,14 +193,14 @@ async def test_clients_that_take_their_time_keep_no_others_waiting(bench):
     busy = asyncio.Event()
     slow = await slow_readers(bench, busy)
     assert all(reader.outputs == {0: [4, 5]} for reader in slow)
-    bench.scheduler.take_results("target", a_token_each(slow, 6))
+    bench.scheduler.relay.take_results("target", a_token_each(slow, 6))
     quick = [
         Reader(bench.scheduler.submit(replace(short_request(4), request_id=f"quick {number}"), [TextStream(None)]))
         for number in range(20)
     ]
     await settle()
     for token in (4, 5):
-        bench.scheduler.take_results("target", a_token_each(quick, token))
+        bench.scheduler.relay.take_results("target", a_token_each(quick, token))
         await until(lambda token=token: all(reader.outputs.get(0, [])[-1:] == [token] for reader in quick))
     busy.set()
     await until(lambda: all(reader.outputs == {0: [4, 5, 6]} for reader in slow))
@@ -217,7 +215,7 @@ async def test_requests_that_end_while_they_are_written_give_up_their_turns(benc
     quick = Reader(bench.scheduler.submit(replace(short_request(4), request_id="quick"), [TextStream(None)]))
     await settle()
     for token in (4, 5):
-        bench.scheduler.take_results("target", a_token_each([quick], token))
+        bench.scheduler.relay.take_results("target", a_token_each([quick], token))
         await settle()
     assert quick.outputs == {0: [4]}, "all turns are taken"
     slow[0].generation.cancel()
@@ -233,7 +231,7 @@ async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(b
     bench.add_draft(delay_s=1000.0)
     for token in range(5, 11):
         grow(bench, readers[0])
-        bench.scheduler.take_results("target", a_token_each(readers, token, is_over=token == 10))
+        bench.scheduler.relay.take_results("target", a_token_each(readers, token, is_over=token == 10))
         await settle()
     await until(lambda: all(reader.task.done() for reader in readers))
     assert all(reader.outputs == {0: [4, 5, 6, 7, 8, 9, 10]} for reader in readers)
@@ -256,7 +254,7 @@ async def test_who_has_not_heard_of_one_round_hears_of_it_before_the_next(bench)
     request = short_request(3, mode=SpeculationMode.OFF, n=50)
     generation = held(bench, request)
     for token in (5, 6, 7):
-        bench.scheduler.take_results("target", a_token_for_all(generation, token, is_over=token == 7))
+        bench.scheduler.relay.take_results("target", a_token_for_all(generation, token, is_over=token == 7))
     outputs: dict[int, list[int]] = {}
     async for event in generation:
         if isinstance(event, TokenDelta):
@@ -269,7 +267,7 @@ async def test_who_has_not_heard_of_one_round_hears_of_it_before_the_next(bench)
 async def test_the_end_of_a_request_is_told_at_once_and_behind_the_tokens_of_all_choices(bench, happened):
     """Both end in one round: both are delivered whole before the result that ends the request."""
     generation = held(bench, short_request(1, n=2))
-    bench.scheduler.take_results("target", a_token_for_all(generation, is_over=True))
+    bench.scheduler.relay.take_results("target", a_token_for_all(generation, is_over=True))
     assert happened == ["delta 0", "delta 1", "result"]
     assert bench.scheduler.running_sessions == 0
 
@@ -305,7 +303,7 @@ class Answering(Stream):
 async def test_commands_of_a_result_are_written_in_the_turn_after_it():
     """Nobody's growth or commit waits for the clients of the round before."""
     scheduler, stream = Scheduler(CoordinatorConfig(port=0)), Answering()
-    link = LinkToStream(stream, on_results=lambda results: scheduler.take_results("target", results))
+    link = LinkToStream(stream, on_results=lambda results: scheduler.relay.take_results("target", results))
     scheduler.add_target("target", link, LIMITS)
     generation = scheduler.submit(short_request(2, n=2), [TextStream(None), TextStream(None)])
     await settle()
@@ -329,7 +327,7 @@ async def test_a_defect_in_taking_a_result_ends_the_link_and_not_the_loop(caplog
     def take(results: RoundResults) -> None:
         nonlocal rounds
         rounds += 1
-        scheduler.take_results("target", results)
+        scheduler.relay.take_results("target", results)
         if rounds == 2:
             raise RuntimeError("a defect")
 

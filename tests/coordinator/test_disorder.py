@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SessionFault, SpeculationMode
+from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SessionFault
 from outrider.coordinator.sessions.poison import DOUBT_S
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import PoisonRequest, WorkerUnavailable
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 _REQUESTS = 24
 _MODES = [SpeculationMode.ASYNC] * 3 + [SpeculationMode.SYNC, SpeculationMode.OFF]
@@ -57,14 +57,14 @@ class Disorder:
         elif what == 3:
             target.loses_growth = not target.loses_growth
         elif what == 4:
-            scheduler.remove_draft(draft)
+            scheduler.drafts.remove(draft)
             self.gone.add(draft)
         elif what == 5:
             for session_id, session in list(self.drafts[draft].sessions.items())[:1]:
                 del self.drafts[draft].sessions[session_id]
                 fault = SessionFault(kind=self.chance.choice([FaultKind.NO_ROOM, FaultKind.REFUSED]), message="no")
-                scheduler.take_draft_fault(draft, session_id, session.epoch, fault)
-        elif what == 6 and len(scheduler.drafts) < 4:
+                scheduler.drafts.take_fault(draft, session_id, session.epoch, fault)
+        elif what == 6 and len(scheduler.drafts.peers) < 4:
             self.add_draft()
         if what == 7 or not scheduler.has_target:
             self.add_target()

@@ -3,11 +3,12 @@
 import asyncio
 from dataclasses import replace
 
-from outrider.coordinator.sessions.messages import Growth, SpeculationMode
+from tests.coordinator.fake_workers import Growth
+
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.draft_demand import DraftDemand
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 
 def growth_of(session_id: int, epoch: int, nodes: list[tuple[int, int, int]]) -> Growth:
@@ -49,7 +50,7 @@ async def test_sessions_without_a_draft_are_counted_and_their_rounds_are_not(ben
         bench.scheduler.submit(make_request(mode=mode, sampling=endless), [TextStream(None)]) for mode in modes
     ]
     await asyncio.sleep(0.01)
-    assert bench.scheduler.speculating_sessions() == (1, 1)
+    assert bench.scheduler.drafts.speculating() == (1, 1)
     totals = bench.scheduler.totals
     assert totals.verify_steps > 0
     assert (totals.demand.rounds, totals.demand.draft_steps) == (0, 0)

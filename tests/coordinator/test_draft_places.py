@@ -4,22 +4,20 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.coordinator.fake_workers import results_of
+from tests.coordinator.fake_workers import Growth, results_of
 
 from outrider.coordinator.sessions.messages import (
     FaultKind,
     GenerationRequest,
-    Growth,
     Outcome,
     SessionFault,
     SessionOpening,
     SourceCounts,
-    SpeculationMode,
 )
 from outrider.coordinator.sessions.session import PLACES
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.v1 import registry_pb2, target_pb2
 
 MODEL, NGRAM, EAGLE = GrowthSource
@@ -111,7 +109,7 @@ async def test_who_wants_no_draft_or_was_refused_keeps_nobody_from_one(make_benc
     requests = [make_request(1, mode=SpeculationMode.OFF), *(make_request(number) for number in (2, 3, 4, 5))]
     off, refused, second, *others = (bench.scheduler.submit(request, [TextStream(None)]) for request in requests)
     session = refused.sessions[0]
-    bench.scheduler.take_draft_fault("first", session.session_id, session.draft_epochs["first"], REFUSED)
+    bench.scheduler.drafts.take_fault("first", session.session_id, session.draft_epochs["first"], REFUSED)
     second.cancel()
     assert [len(generation.sessions[0].draft_epochs) for generation in (off, refused, *others)] == [0, 0, 1, 1]
     for generation in (off, refused, *others):
@@ -129,7 +127,7 @@ async def test_who_loses_one_of_two_drafts_keeps_the_other(make_bench):
             modes = (SpeculationMode.SYNC, SpeculationMode.ASYNC)
             one, two = (bench.scheduler.submit(make_request(mode=mode), [TextStream(None)]) for mode in modes)
     assert held(*drafts) == [2, 1]
-    bench.scheduler.remove_draft("first")
+    bench.scheduler.drafts.remove("first")
     assert not one.sessions[0].draft_epochs
     assert set(two.sessions[0].draft_epochs) == {"second"}
     assert not drafts[1].closed
@@ -146,7 +144,7 @@ async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench, expect_output
     request = make_request(sampling=SamplingSpec(max_new_tokens=200))
     task = asyncio.create_task(bench.generate(request))
     await asyncio.sleep(0.02)
-    bench.scheduler.remove_draft("lost")
+    bench.scheduler.drafts.remove("lost")
     outputs, result = await task
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
     # The one that speaks is heard, whoever else was asked.
@@ -175,10 +173,10 @@ async def test_a_session_has_a_draft_of_each_source_that_it_asks_for(make_bench)
     assert placed(mode=SpeculationMode.SYNC) == {"model"}
     assert placed(mode=SpeculationMode.SYNC, sources=frozenset({NGRAM})) == {"trie"}
     for name in ("model", "another"):
-        bench.scheduler.remove_draft(name)
+        bench.scheduler.drafts.remove(name)
     assert placed() == {"trie"}
     # One that has both is enough, and the trie has had its session.
-    bench.scheduler.remove_draft("trie")
+    bench.scheduler.drafts.remove("trie")
     bench.add_draft("both", delay_s=1000.0, sources=drafts["both"])
     assert placed() == {"both"}
 
@@ -210,10 +208,10 @@ async def test_who_listens_to_its_target_alone_keeps_nobody_from_a_draft(make_be
         bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
         for number, changes in ((1, {"sources": frozenset({EAGLE})}), (2, {}))
     )
-    assert bench.scheduler.speculating_sessions() == (1, 1)
+    assert bench.scheduler.drafts.speculating() == (1, 1)
     bench.add_draft("late", delay_s=1000.0)
     assert (set(own.sessions[0].draft_epochs), set(all_sources.sessions[0].draft_epochs)) == (set(), {"late"})
-    assert bench.scheduler.speculating_sessions() == (1, 0)
+    assert bench.scheduler.drafts.speculating() == (1, 0)
     for generation in (own, all_sources):
         generation.cancel()
 
@@ -226,13 +224,13 @@ async def test_who_listens_to_tries_alone_lacks_no_model(make_bench):
         for number, changes in ((1, {"sources": frozenset({NGRAM})}), (2, {}))
     )
     # Only one of the two would have a further model.
-    assert bench.scheduler.speculating_sessions() == (1, 1)
+    assert bench.scheduler.drafts.speculating() == (1, 1)
     bench.add_draft("model", delay_s=1000.0, sources=[MODEL])
-    assert bench.scheduler.speculating_sessions() == (1, 0)
+    assert bench.scheduler.drafts.speculating() == (1, 0)
     bench.add_draft("trie", delay_s=1000.0, sources=[NGRAM])
-    assert bench.scheduler.speculating_sessions() == (2, 0)
-    bench.scheduler.remove_draft("model")
-    assert bench.scheduler.speculating_sessions() == (2, 0)
+    assert bench.scheduler.drafts.speculating() == (2, 0)
+    bench.scheduler.drafts.remove("model")
+    assert bench.scheduler.drafts.speculating() == (2, 0)
     for generation in (own, all_sources):
         generation.cancel()
 
@@ -272,7 +270,7 @@ async def test_sources_are_counted_for_the_request_and_for_the_server(make_bench
         assert own.drafted >= own.submitted >= own.accepted
         assert own.accepted <= result.speculation.accepted_tokens
     assert sum(own.accepted for own in counted.values()) >= result.speculation.accepted_tokens
-    assert bench.scheduler.source_counts() == list(result.speculation.sources)
+    assert bench.scheduler.totals.sources.counts() == list(result.speculation.sources)
 
 
 async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
@@ -284,7 +282,7 @@ async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
     task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=300))))
     last: dict[GrowthSource, tuple[int, ...]] = {}
     while not task.done():
-        for own in bench.scheduler.source_counts():
+        for own in bench.scheduler.totals.sources.counts():
             counts = (own.drafted, own.submitted, own.accepted)
             assert all(now >= before for now, before in zip(counts, last.get(own.source, counts), strict=True))
             last[own.source] = counts
@@ -357,8 +355,8 @@ async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_d
         ),
     )  # fmt: skip
     for outcome in rounds:
-        bench.scheduler.take_results("target", results_of([outcome]))
-    assert bench.scheduler.source_counts() == [SourceCounts(EAGLE, drafted=6, submitted=3, accepted=1)]
+        bench.scheduler.relay.take_results("target", results_of([outcome]))
+    assert bench.scheduler.totals.sources.counts() == [SourceCounts(EAGLE, drafted=6, submitted=3, accepted=1)]
 
 
 async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):
@@ -377,7 +375,7 @@ async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):
     assert [opening.sources for opening in opened] == [{MODEL, NGRAM}, {MODEL}]
     # Together they fill the target's pool, and no more.
     assert [opening.max_live_nodes for opening in opened] == [256, 256]
-    bench.scheduler.remove_draft("both")
+    bench.scheduler.drafts.remove("both")
     assert target.told[5:] == ["LEFT 1.0", "LEFT 1.1", "LEFT 2.0"]
     assert every.sessions[0].places == [None] * PLACES
     for generation in (every, chain):
@@ -413,7 +411,7 @@ async def test_where_the_model_refuses_a_session_its_ngrams_go_on_and_another_mo
     both = bench.add_draft("both", delay_s=1000.0, sources=[MODEL, NGRAM])
     generation = bench.scheduler.submit(make_request(), [TextStream(None)])
     (session,) = generation.sessions
-    bench.scheduler.take_draft_fault("both", session.session_id, session.draft_epochs["both"], REFUSED)
+    bench.scheduler.drafts.take_fault("both", session.session_id, session.draft_epochs["both"], REFUSED)
     assert both.sessions[session.session_id].sources == [NGRAM]
     assert session.places == [("both", NGRAM), None, None, None]
     assert target.changes == [
@@ -427,7 +425,7 @@ async def test_where_the_model_refuses_a_session_its_ngrams_go_on_and_another_mo
     assert model.sessions[session.session_id].sources == [MODEL]
     # It refuses whatever it is asked for: it is not asked for that again.
     for name in ("model", "both"):
-        bench.scheduler.take_draft_fault(name, session.session_id, session.draft_epochs[name], REFUSED)
+        bench.scheduler.drafts.take_fault(name, session.session_id, session.draft_epochs[name], REFUSED)
     assert session.places == [None] * PLACES
     assert held(both, model) == [1, 1]
     generation.cancel()

@@ -118,4 +118,4 @@ async def test_a_drafts_sessions_move_at_once(bench, expect_output):
     late = asyncio.create_task(bench.generate(make_request(4)))
     await assert_outputs([*tasks, late], expect_output)
     assert not first.sessions
-    bench.scheduler.remove_draft("first")
+    bench.scheduler.drafts.remove("first")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from outrider.coordinator.live.tap import FORMAT, VERSION, watch
-from outrider.coordinator.sessions.messages import GenerationResult, RoundRecord, SpeculationMode, TokenDelta
+from outrider.coordinator.sessions.messages import GenerationResult, RoundRecord, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.sampling import SpeculationMode
 
 
 def as_bytes(token: int) -> bytes:

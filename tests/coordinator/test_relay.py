@@ -6,20 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.fake_workers import next_token, nodes_of, results_of
+from tests.coordinator.fake_workers import Growth, next_token, nodes_of, results_of
 
-from outrider.coordinator.sessions.messages import (
-    FaultKind,
-    Growth,
-    Outcome,
-    SpeculationMode,
-)
+from outrider.coordinator.sessions.messages import FaultKind, Outcome
 from outrider.coordinator.sessions.poison import LossKind
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution, unpack_distributions
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.wire import floats_from_bytes
 
 LONG = SamplingSpec(max_new_tokens=1000)
@@ -130,7 +125,7 @@ async def test_each_draft_hears_what_its_own_sessions_have_got(make_bench, make_
     ]  # fmt: skip
     # The last one says it of an opening that has passed.
     outcomes[-1] = outcomes[-1]._replace(epoch=outcomes[-1].epoch + 1)
-    bench.scheduler.take_results("target", results_of(outcomes))
+    bench.scheduler.relay.take_results("target", results_of(outcomes))
     told = [own if session is not sessions[-1] else [] for session, own in zip(sessions, tokens, strict=True)]
     for name, draft in drafts.items():
         own = [number for number, session in enumerate(sessions) if name in session.draft_epochs]
@@ -167,7 +162,7 @@ async def test_growth_that_is_nobodys_is_dropped_and_counted(bench, make_request
     assert totals.dropped_nodes == 8
     # Of an epoch that has passed, since the draft had given the session up and was asked again.
     before = growth_of(session, [5, 6])
-    bench.scheduler.remove_draft("draft")
+    bench.scheduler.drafts.remove("draft")
     bench.add_draft(delay_s=1000.0)
     assert session.draft_epochs["draft"] > epoch
     bench.grow("draft", before)
@@ -238,12 +233,12 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     assert [(*growth.places, *nodes_of(growth)[0], *growth.sources) for growth in target.grown] == [
         (0, 1, 2), (1, 1, 2, 2, 2),
     ]  # fmt: skip
-    counted = {own.source: own.drafted for own in bench.scheduler.source_counts()}
+    counted = {own.source: own.drafted for own in bench.scheduler.totals.sources.counts()}
     assert counted == {GrowthSource.MODEL: 2, GrowthSource.NGRAM: 2}
     # One of its trees is lost: it is asked once, for all.
     for lost in (0b10, 0b11):
         outcome = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=lost)
-        bench.scheduler.take_results("target", results_of([outcome]))
+        bench.scheduler.relay.take_results("target", results_of([outcome]))
     assert draft.asked_again == [(1, session.draft_epochs["draft"])]
     del target.told[:]
     # It has forgotten before it sends what it has now.
@@ -252,13 +247,13 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.1", "grow 1.1 1"]
     # The other one is still on its way.
     other = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=0b01)
-    bench.scheduler.take_results("target", results_of([other]))
+    bench.scheduler.relay.take_results("target", results_of([other]))
     assert len(draft.asked_again) == 1
     bench.grow("draft", growth_of(session, [7, 8], again=True))
     assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
     # Nothing of it has been grown anew.
-    assert counted == {own.source: own.drafted for own in bench.scheduler.source_counts()}
-    bench.scheduler.take_results("target", results_of([outcome]))
+    assert counted == {own.source: own.drafted for own in bench.scheduler.totals.sources.counts()}
+    bench.scheduler.relay.take_results("target", results_of([outcome]))
     assert len(draft.asked_again) == 2
 
 
@@ -269,8 +264,8 @@ async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench
     drafts = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")]
     (session,) = begin(bench, make_request)
     lost = Outcome(session_id=session.session_id, epoch=session.target_epoch, token_ids=(), lost=(1 << 32) - 1)
-    bench.scheduler.remove_draft("first")
-    bench.scheduler.take_results("target", results_of([lost]))
+    bench.scheduler.drafts.remove("first")
+    bench.scheduler.relay.take_results("target", results_of([lost]))
     assert [len(draft.asked_again) for draft in drafts] == [0, 1]
     # Nothing is committed by it, and no round of the session has ended.
     assert (session.output_length, bench.scheduler.totals.verify_steps) == (0, 0)
@@ -292,7 +287,7 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     second = bench.add_target("second", step_s=0.005)
     late = growth_of(session, right(session, 3), draft="one", first=900)
     # Somebody has been asked for what the first target had lost, and it will not hear of that any more.
-    bench.scheduler.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=(), lost=1)]))
+    bench.scheduler.relay.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=(), lost=1)]))
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
     assert session.target_epoch > epoch
     assert second.sessions[1].tokens == committed
@@ -306,7 +301,7 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     await asyncio.sleep(0.004)
     assert {told for told in second.told if told.startswith("RESENT")} == {"RESENT 1.0", "RESENT 1.1"}
     # What the first one still says is nobody's.
-    bench.scheduler.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])]))
+    bench.scheduler.relay.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])]))
     assert session.token_ids[: len(committed)] == committed
     tokens = await reading
     assert tokens == expect_output(request.prompt_token_ids, request.sampling)

@@ -6,21 +6,14 @@ from dataclasses import replace
 
 import pytest
 from tests.byte_tokenizer import ALPHABET, byte_tokenizer
+from tests.coordinator.fake_workers import Growth
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import (
-    FinishReason,
-    GenerationResult,
-    Growth,
-    GrowthBatch,
-    RoundRecord,
-    SpeculationMode,
-    TokenDelta,
-)
+from outrider.coordinator.sessions.messages import FinishReason, GenerationResult, GrowthBatch, RoundRecord, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 
 @pytest.mark.parametrize("mode", list(SpeculationMode))
@@ -81,7 +74,7 @@ async def test_growth_that_is_late_twice_or_out_of_order_changes_no_token_and_is
         nonlocal sent
         for _ in range(chance.choice((1, 2))):
             sent += len(growth.node_ids)
-            loop.call_later(chance.choice((0.0, 0.001, 0.02)), bench.scheduler.take_growth, "draft", growth)
+            loop.call_later(chance.choice((0.0, 0.001, 0.02)), bench.scheduler.relay.take_growth, "draft", growth)
 
     draft.deliver = deliver
     requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in range(1, 5)]
@@ -311,6 +304,6 @@ async def test_results_of_sessions_that_have_ended_are_nobodys(bench, make_reque
     assert session.output_length == bench.scheduler.totals.emitted_tokens == 0
     generation.cancel()
     take(results)
-    bench.scheduler.take_results("nobody", results)
+    bench.scheduler.relay.take_results("nobody", results)
     assert session.output_length == bench.scheduler.totals.emitted_tokens == 0
     assert_idle(bench)

@@ -140,7 +140,7 @@ async def test_a_draft_without_room_gets_a_session_once_it_has_places_again(benc
     ((session,), full) = second.sessions, SessionFault(kind=FaultKind.NO_ROOM, message="full")
     load = common_pb2.WorkerLoad(coordinators=2, sessions=8)
     for _ in range(2):
-        bench.scheduler.take_draft_fault("draft", session.session_id, session.draft_epochs["draft"], full)
+        bench.scheduler.drafts.take_fault("draft", session.session_id, session.draft_epochs["draft"], full)
         # There is no room for others either, nor for this one while the worker is as full as it was.
         third = bench.scheduler.submit(make_request(3), [TextStream(None)])
         assert not third.sessions[0].draft_epochs
@@ -148,7 +148,7 @@ async def test_a_draft_without_room_gets_a_session_once_it_has_places_again(benc
         assert not session.draft_epochs
         bench.scheduler.note_load("draft", load)
         assert set(session.draft_epochs) == {"draft"}
-    bench.scheduler.take_draft_fault("draft", session.session_id, session.draft_epochs["draft"], full)
+    bench.scheduler.drafts.take_fault("draft", session.session_id, session.draft_epochs["draft"], full)
     # A place of its own coordinator is free again.
     first.cancel()
     assert set(session.draft_epochs) == {"draft"}

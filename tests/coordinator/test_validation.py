@@ -9,12 +9,11 @@ import pytest
 from tests.byte_tokenizer import byte_tokenizer
 
 from outrider.coordinator.api.validation import RequestLimits, RequestValidator, max_request_bytes
-from outrider.coordinator.sessions.messages import SpeculationMode
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import InvalidRequest
 from outrider.rpc import MAX_MESSAGE_BYTES, status_of
-from outrider.sampling import VerificationRule
+from outrider.sampling import SpeculationMode, VerificationRule
 from outrider.v1 import common_pb2, generation_pb2
 
 EOS = 255

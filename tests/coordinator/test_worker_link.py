@@ -15,13 +15,12 @@ from outrider.coordinator.sessions.messages import (
     RoundResults,
     SessionFault,
     SessionOpening,
-    SpeculationMode,
     TreeEnd,
 )
 from outrider.coordinator.workers.links import DraftLink
 from outrider.coordinator.workers.target_peer import WITHOUT_BOUND
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from outrider.wire import floats_to_bytes, uints_to_bytes
 

@@ -22,7 +22,7 @@ from outrider.deploy.plan import Gpu, make_plan
 from outrider.errors import CheckpointError, OutriderError
 from outrider.models import embedded_block_path, embedded_draft_path, embedded_eagle_path, embedded_target_path
 
-GPU = Gpu(name="NVIDIA H100", total_bytes=80_000_000_000, free_bytes=79_000_000_000)
+GPU = Gpu(name="NVIDIA H100", total_bytes=80_000_000_000)
 
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -282,7 +282,7 @@ def test_a_head_needs_its_targets_vocabulary(tmp_path: Path):
 
 
 def test_a_model_too_large_for_its_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    small = Gpu(name="small", total_bytes=1_000_000, free_bytes=1_000_000)
+    small = Gpu(name="small", total_bytes=1_000_000)
     monkeypatch.setattr(plan_module, "visible_gpus", lambda: [small])
     with pytest.raises(OutriderError, match=r"the weights take 0\.0 GB of a GPU"):
         make_plan(DeployConfig(port=0, drafts=0))

@@ -15,13 +15,13 @@ from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.drafting.config import GrowthConfig
 from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.kernels.noise import STREAM_DRAFT, gumbel_noise, philox_uint32
 from outrider.kernels.pool.pack import Packed
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 
 VOCAB, BRANCHING = 24, 4
 _SHARPNESS = 2.5
@@ -252,7 +252,7 @@ def session_start(number: int = 1, *, prompt: Sequence[int] = (1, 2, 3), **chang
 
 def sync_start(number: int = 1, **changes: Any) -> SessionStart:
     """Return what opens a session in sync mode."""
-    fields = {"mode": GrowthMode.SYNC, "max_depth": 5, "sampling": SamplingSpec(temperature=0.7, seed=3)}
+    fields = {"mode": SpeculationMode.SYNC, "max_depth": 5, "sampling": SamplingSpec(temperature=0.7, seed=3)}
     return session_start(number, **fields | changes)
 
 

@@ -24,8 +24,9 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
     registry = Registry()
     coordinator = await registry.serve()
     config = TargetWorkerConfig(
-        model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64, max_num_seqs=4, max_step_tokens=32
-    )
+        model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64, max_num_seqs=4, max_step_tokens=32,
+        name="place 3",
+    )  # fmt: skip
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
@@ -34,7 +35,8 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
         introduction = await registry.introduced
         assert await registry.reported == 64
     assert introduction.address == address
-    assert introduction.role == registry_pb2.WORKER_ROLE_TARGET
+    assert (introduction.role, introduction.name) == (registry_pb2.WORKER_ROLE_TARGET, "place 3")
+    assert introduction.worker_id.startswith("target-") and introduction.version
     assert (introduction.model.vocab_size, introduction.model.max_model_len) == (61, 96)
     assert list(introduction.model.eos_token_ids) == [60]
     assert (introduction.limits.max_sessions, introduction.limits.max_step_tokens) == (4, 32)

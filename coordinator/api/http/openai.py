@@ -55,8 +55,6 @@ _EVENT_STREAM = [
 
 REQUEST_ID_HEADER = "x-request-id"
 
-ReadRequest = Callable[[Fields, str | None], Asked]
-
 
 class UntilDisconnect:
     """A block that is cancelled, and left in silence, when the client disconnects.
@@ -103,21 +101,9 @@ def openai_routes(generations: Generations, template: ChatTemplate | NoChatTempl
         generations: the way to the scheduler.
         template: of chats.
     """
-
-    def completion(fields: Fields, request_id: str | None) -> Asked:
-        model, tokenizer = generations.model.name, generations.tokenizer
-        return read_completion(fields, model=model, tokenizer=tokenizer, request_id=request_id)
-
-    def chat(fields: Fields, request_id: str | None) -> Asked:
-        model, tokenizer = generations.model.name, generations.tokenizer
-        return read_chat(fields, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
-
-    def response(fields: Fields, request_id: str | None) -> Asked:
-        model, tokenizer = generations.model.name, generations.tokenizer
-        return read_response(fields, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
-
+    chat, response = (functools.partial(read, template=template) for read in (read_chat, read_response))
     endpoints = {
-        "/v1/completions": Endpoint(generations, completion, CompletionFormat),
+        "/v1/completions": Endpoint(generations, read_completion, CompletionFormat),
         "/v1/chat/completions": Endpoint(generations, chat, ChatFormat),
         "/v1/responses": Endpoint(generations, response, ResponsesFormat),
     }
@@ -129,11 +115,12 @@ class Endpoint:
 
     Args:
         generations: the way to the scheduler.
-        read: a request's JSON, and the id that its headers name.
+        read: makes an `Asked` of a request's JSON, for the served model's name, its tokenizer and the id that the
+            request's headers name.
         new_format: makes the response's format.
     """
 
-    def __init__(self, generations: Generations, read: ReadRequest, new_format: Callable[..., Format]) -> None:
+    def __init__(self, generations: Generations, read: Callable[..., Asked], new_format: Callable[..., Format]) -> None:
         self._generations, self._read, self._new_format = generations, read, new_format
         largest = max_request_bytes(generations.model, generations.tokenizer)
         self._most_bytes = min(MAX_MESSAGE_BYTES, _JSON_FACTOR * largest)
@@ -178,16 +165,20 @@ class Endpoint:
         content, request_id = self._generations.with_own_name(content), header_id(scope)
         try:
             if size < LARGE_REQUEST_BYTES:
-                return self._read(Fields(content), request_id)
-            return await asyncio.to_thread(self._read, Fields(content), request_id)
+                return self._read_fields(Fields(content), request_id)
+            return await asyncio.to_thread(self._read_fields, Fields(content), request_id)
         except RecursionError as error:
             raise InvalidRequest([FieldViolation("body", "nested too deeply")]) from error
+
+    def _read_fields(self, fields: Fields, request_id: str | None = None) -> Asked:
+        model, tokenizer = self._generations.model.name, self._generations.tokenizer
+        return self._read(fields, model=model, tokenizer=tokenizer, request_id=request_id)
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of a request: the fields that are read, and those that an empty one lacks."""
         fields = Fields({})
         with contextlib.suppress(InvalidRequest):
-            self._read(fields, None)
+            self._read_fields(fields)
         missing = {violation.field for violation in fields.violations} & fields.known.keys()
         return {"type": "object", "properties": fields.known, "required": sorted(missing)}
 

@@ -15,8 +15,8 @@ from outrider.coordinator.api.http.structured_fields import read_structured_outp
 from outrider.coordinator.api.http.tool_calls import Tools
 from outrider.drafting.growth_source import WORDS, source_of_word, to_proto
 from outrider.errors import FieldViolation, InvalidRequest
-from outrider.sampling import VerificationRule
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.sampling import MODE_NUMBERS, RULE_NUMBERS, SpeculationMode, VerificationRule
+from outrider.v1 import generation_pb2
 
 # What clients send for the sake of somebody else, or to know later what they sent.
 IGNORED = (
@@ -57,17 +57,6 @@ MAX_PROMPTS = 128
 _MOST_TEMPERATURE = 2
 _SEED_SPAN = 1 << 64
 
-_MODES = {
-    "async": common_pb2.SPECULATION_MODE_ASYNC,
-    "sync": common_pb2.SPECULATION_MODE_SYNC,
-    "off": common_pb2.SPECULATION_MODE_OFF,
-}
-_RULES = {
-    VerificationRule.COUPLED.value: common_pb2.VERIFICATION_RULE_COUPLED,
-    VerificationRule.TARGET_ONLY.value: common_pb2.VERIFICATION_RULE_TARGET_ONLY,
-    VerificationRule.REJECTION.value: common_pb2.VERIFICATION_RULE_REJECTION,
-    VerificationRule.SYNTHETIC.value: common_pb2.VERIFICATION_RULE_SYNTHETIC,
-}
 # Ours to theirs.
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
@@ -173,16 +162,16 @@ def read_speculation(fields: Fields) -> generation_pb2.SpeculationParams:
     """How drafts are used: a mode by name, or an object of SpeculationParams with its words in lower case."""
     params = generation_pb2.SpeculationParams()
     if isinstance(fields.take("speculation"), str):
-        mode = fields.one_of("speculation", tuple(_MODES))
-        params.mode = _MODES.get(mode or "", common_pb2.SPECULATION_MODE_UNSPECIFIED)
+        if (mode := fields.one_of("speculation", tuple(SpeculationMode))) is not None:
+            params.mode = MODE_NUMBERS[SpeculationMode(mode)]
         return params
     given = fields.within("speculation")
     if given is None:
         return params
-    if (mode := given.one_of("mode", tuple(_MODES))) is not None:
-        params.mode = _MODES[mode]
-    if (rule := given.one_of("verification", tuple(_RULES))) is not None:
-        params.verification = _RULES[rule]
+    if (mode := given.one_of("mode", tuple(SpeculationMode))) is not None:
+        params.mode = MODE_NUMBERS[SpeculationMode(mode)]
+    if (rule := given.one_of("verification", tuple(VerificationRule))) is not None:
+        params.verification = RULE_NUMBERS[VerificationRule(rule)]
     for name in ("max_nodes", "max_depth"):
         if (count := given.whole(name, low=0, high=(1 << 32) - 1)) is not None:
             setattr(params, name, count)

@@ -6,19 +6,8 @@ from typing import Any, Literal, TypedDict
 
 from outrider.drafting.growth_source import source_of_word, to_proto
 from outrider.errors import FieldViolation, InvalidRequest
+from outrider.sampling import MODE_NUMBERS, RULE_NUMBERS
 from outrider.v1 import common_pb2, generation_pb2
-
-_MODES = {
-    "async": common_pb2.SPECULATION_MODE_ASYNC,
-    "sync": common_pb2.SPECULATION_MODE_SYNC,
-    "off": common_pb2.SPECULATION_MODE_OFF,
-}
-_RULES = {
-    "coupled": common_pb2.VERIFICATION_RULE_COUPLED,
-    "target_only": common_pb2.VERIFICATION_RULE_TARGET_ONLY,
-    "rejection": common_pb2.VERIFICATION_RULE_REJECTION,
-    "synthetic": common_pb2.VERIFICATION_RULE_SYNTHETIC,
-}
 
 
 class StructuredOptions(TypedDict, total=False):
@@ -126,7 +115,10 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     else:
         put("token_ids", lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)))
     given["speculation"] = given.get("speculation", "async")
-    for name, attribute, numbers in (("speculation", "mode", _MODES), ("verification", "verification", _RULES)):
+    for name, attribute, numbers in (
+        ("speculation", "mode", MODE_NUMBERS),
+        ("verification", "verification", RULE_NUMBERS),
+    ):
         if (word := given.pop(name, None)) in numbers:
             setattr(request.speculation, attribute, numbers[word])
         elif word is not None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.config_checks import check_at_least_one
+
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
 _CPU_STEPS: dict[str, Any] = {"max_step_nodes": 8, "min_path_value": 0.03}
 _GPU_STEPS: dict[str, Any] = {"max_step_nodes": 128, "min_path_value": 0.003}
@@ -51,12 +53,8 @@ class GrowthConfig:
     rejection_acceptance: float = 0.7
 
     def __post_init__(self) -> None:
-        for name in (
-            "branching", "max_step_nodes", "max_session_nodes", "max_step_tokens", "max_live_nodes", "max_model_len",
-            "rejection_top_k",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
+        check_at_least_one(self, "branching", "max_step_nodes", "max_session_nodes", "max_step_tokens")
+        check_at_least_one(self, "max_live_nodes", "max_model_len", "rejection_top_k")
         for name in ("min_path_value", "min_acceptance"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 0 and below 1 needed")

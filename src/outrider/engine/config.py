@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from outrider.config_checks import check_at_least_one
+
 DtypeName = Literal["float32", "bfloat16", "float16"]
 AttentionBackend = Literal["triton", "flashinfer", "reference"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
@@ -62,11 +64,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        names = ("num_slots", "kv_bytes", "max_num_seqs", "max_model_len", "torch_threads", "tensor_parallel_size")
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        check_at_least_one(self, "num_slots", "kv_bytes", "max_num_seqs", "max_model_len", "torch_threads")
+        check_at_least_one(self, "tensor_parallel_size")
         if self.max_tree_nodes < 0:
             raise ValueError(f"max_tree_nodes: {self.max_tree_nodes} given, at least 0 needed")
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":

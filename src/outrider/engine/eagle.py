@@ -51,7 +51,6 @@ class EagleHead:
         weights: on their device.
         attend: the attention operator.
         final_softcap: bound of the target's logits, where its output layer is used; 0 for none.
-        fixed: every product in one order for all T, so that a row's bits do not depend on the other rows.
     """
 
     def __init__(
@@ -61,10 +60,8 @@ class EagleHead:
         *,
         attend: TreeAttention = tree_attention,
         final_softcap: float = 0.0,
-        fixed: bool = False,
     ) -> None:
-        self.spec, self.weights = spec, weights
-        self._attend, self._fixed = attend, fixed
+        self.spec, self.weights, self._attend = spec, weights, attend
         self._softcap = final_softcap if spec.layout == "eagle1" else 0.0
 
     @property
@@ -110,7 +107,7 @@ class EagleHead:
         """
         if self.spec.layout == "eagle1":
             return features
-        return linear(features, self.weights.fc, fixed=self._fixed)
+        return linear(features, self.weights.fc)
 
     @torch.inference_mode()
     def forward(
@@ -140,12 +137,11 @@ class EagleHead:
         spec, weights, eps = self.spec.layer, self.weights, self.spec.layer.norm_eps
         stream, query = self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
         mixed = self._attend(query, key_cache, value_cache, batch, scale=spec.attention_scale)
-        addend = linear_parts(mixed.flatten(1), weights.attention_output, fixed=self._fixed)
+        addend = linear_parts(mixed.flatten(1), weights.attention_output)
         rows = residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
         addend = linear_parts(
-            gated_linear(rows, weights.gate_up, activation=spec.activation, fixed=self._fixed),
+            gated_linear(rows, weights.gate_up, activation=spec.activation),
             weights.down,
-            fixed=self._fixed,
         )
         # Only the sum is wanted, and this is the operator that adds up parts in one launch.
         residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
@@ -170,7 +166,7 @@ class EagleHead:
         """Logits [R, Vd] of rows [R, N] of `forward`, in the model's dtype; columns as in `target_ids`."""
         norm = self.weights.final_norm
         rows = hidden if norm is None else residual_norm(hidden, None, norm, eps=self.spec.layer.norm_eps)
-        logits = linear(rows, self.weights.output, fixed=self._fixed)
+        logits = linear(rows, self.weights.output)
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
     @torch.inference_mode()
@@ -199,7 +195,7 @@ class EagleHead:
         spec, weights = self.spec.layer, self.weights
         stream, rows = self._enter(hidden, token_ids)
         query = rotary_store(
-            linear_parts(rows, weights.qkv, fixed=self._fixed),
+            linear_parts(rows, weights.qkv),
             weights.rotary_table,
             positions,
             write_slots,
@@ -215,7 +211,7 @@ class EagleHead:
         weights = self.weights
         if weights.hidden_norm is None or weights.embedding_norm is None:
             embedded = functional.embedding(token_ids, weights.embedding)
-            stream = linear(torch.cat((embedded, hidden), dim=1), weights.fc, fixed=self._fixed)
+            stream = linear(torch.cat((embedded, hidden), dim=1), weights.fc)
             if weights.fc_bias is not None:
                 stream += weights.fc_bias
             return stream, stream
@@ -289,7 +285,7 @@ class BlockHead(EagleHead):
     def bias(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The bias [R, Vd] of the logits of what follows each of these tokens [R]."""
         before = functional.embedding(token_ids, self._block.previous_table)
-        return linear(before, self._block.following_table, fixed=self._fixed)
+        return linear(before, self._block.following_table)
 
     @torch.inference_mode()
     def refill(self) -> None:
@@ -317,7 +313,6 @@ def load_eagle_head(
     max_positions: int,
     attend: TreeAttention = tree_attention,
     final_softcap: float = 0.0,
-    fixed: bool = False,
 ) -> EagleHead:
     """The head or block drafter in a checkpoint folder, in the dtype and on the device of the target's embedding.
 
@@ -329,7 +324,6 @@ def load_eagle_head(
         max_positions: rows of the rotary table: the longest sequence and a tree behind it.
         attend: the attention operator.
         final_softcap: of the target's logits.
-        fixed: as in `EagleHead`.
 
     Raises:
         CheckpointError: a tensor is missing or of a wrong shape, with its name; or the head is another target's.
@@ -338,4 +332,4 @@ def load_eagle_head(
         Path(folder), embedding=embedding, output=output, target_layers=target_layers, max_positions=max_positions
     )
     kind = BlockHead if spec.is_block else EagleHead
-    return kind(spec, weights, attend=attend, final_softcap=final_softcap, fixed=fixed)
+    return kind(spec, weights, attend=attend, final_softcap=final_softcap)

@@ -1,4 +1,4 @@
-"""Where weights come from: memory-mapped safetensors files of a checkpoint, or a function that makes them.
+"""Where weights come from: memory-mapped safetensors files of a checkpoint.
 
 A source hands out whole tensors, rows or columns by the names that transformers gives them. Of a file only the pages
 of what is asked for are read, and nothing is copied before it goes to its device.
@@ -9,7 +9,7 @@ one for all.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,47 +60,6 @@ class WeightSource(Protocol):
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Of a matrix, the columns from `start` to `stop`."""
         ...
-
-
-class FunctionSource:
-    """Weights that a function makes, on any device: benchmarks need no checkpoint.
-
-    Args:
-        make: name to tensor, contiguous.
-        place: what messages call it.
-    """
-
-    def __init__(self, make: Callable[[str], torch.Tensor], place: str = "the weights") -> None:
-        self._make = make
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
-        self.place = place
-
-    def stores(self, name: str) -> bool:
-        """False: what a model may lack is not made."""
-        return False
-
-    def factors(self, name: str) -> None:
-        """None: what is made is whole."""
-
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Tensors are held against it when they are made."""
-        self._shapes = shapes
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """As the function makes it."""
-        made, shape = self._make(name), self._shapes.get(name)
-        if not made.is_floating_point() or shape not in (None, tuple(made.shape)):
-            raise CheckpointError(f"{self.place}: {name}: {list(made.shape)} {made.dtype} given, "
-                                  f"{list(shape or ())} floats needed")  # fmt: skip
-        return made
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A view."""
-        return self.tensor(name)[start:stop]
-
-    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A view."""
-        return self.tensor(name)[:, start:stop]
 
 
 class SafetensorsSource:

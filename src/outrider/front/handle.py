@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 # On a busy machine a process takes long until it has imported gRPC.
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
-# Steps or rounds of some ten milliseconds each.
-_MOST_WAITING = 16
 # What fits between the two without waiting: growth of some hundred steps, or results of as many rounds.
 _BUFFER_BYTES = 4 << 20
 
@@ -52,7 +50,6 @@ class Front:
         role: of the worker, as its log names it.
         address: host:port to bind; port 0 takes a free one.
         tls: None serves in the clear.
-        most_waiting: messages of a stream that may wait to be read before its sessions rest.
 
     Attributes:
         address: with the port that was bound, once it listens.
@@ -67,17 +64,11 @@ class Front:
         role: Role,
         address: str,
         tls: TlsConfig | None = None,
-        most_waiting: int = _MOST_WAITING,
     ) -> None:
         self.address = address
         self._tls = tls
         methods = [(method.name, method.client_streaming) for method in service.methods]
-        self._setup = {
-            "service": service.full_name,
-            "methods": methods,
-            "role": role.value,
-            "most_waiting": most_waiting,
-        }
+        self._setup = {"service": service.full_name, "methods": methods, "role": role.value}
         self.failed: Future[None] = Future()
         # It is waited for more than once, and running futures cannot be cancelled by whoever stops.
         self.failed.set_running_or_notify_cancel()

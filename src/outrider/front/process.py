@@ -35,6 +35,8 @@ from outrider.security.tls import TlsConfig
 
 _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
 
+# Steps or rounds of some ten milliseconds each.
+_MOST_WAITING = 16
 # How a call ends that a worker which stops has not answered.
 _STOPPING = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the worker is stopping")
 
@@ -52,7 +54,7 @@ class Relay(asyncio.Protocol):
             is well, too.
     """
 
-    def __init__(self, service: str, methods: Sequence[tuple[str, bool]], *, most_waiting: int) -> None:
+    def __init__(self, service: str, methods: Sequence[tuple[str, bool]], *, most_waiting: int = _MOST_WAITING) -> None:
         self._service, self._methods, self._most_waiting = service, methods, most_waiting
         self._transport: asyncio.WriteTransport | None = None
         self._has_room = asyncio.Event()
@@ -208,7 +210,7 @@ async def _serve(control_socket: socket.socket, data: socket.socket) -> None:
     setup = await control.next()
     log_to_stderr(setup["log_level"], setup["log_format"], role=setup["role"])
     service = setup["service"]
-    relay = Relay(service, setup["methods"], most_waiting=setup["most_waiting"])
+    relay = Relay(service, setup["methods"])
     await asyncio.get_running_loop().create_connection(lambda: relay, sock=data)
     tls = None if setup["tls"] is None else TlsConfig(**{name: Path(path) for name, path in setup["tls"].items()})
     try:

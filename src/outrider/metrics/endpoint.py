@@ -88,17 +88,6 @@ class MetricsEndpoint:
         self._thread.join()
 
 
-def open_endpoint(
-    describe: Describe, *, host: str, port: int | None, tls: TlsConfig | None = None
-) -> MetricsEndpoint | None:
-    """The endpoint of a role that was given a port for it; None for one that was not.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
-    return None if port is None else MetricsEndpoint(describe, host=host, port=port, tls=tls)
-
-
 def on_loop(describe: Describe, loop: asyncio.AbstractEventLoop) -> Describe:
     """The same, where the values belong to an event loop: they are read there, formatted where they are asked for."""
 

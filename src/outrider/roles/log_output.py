@@ -108,7 +108,8 @@ class QueuedHandler(logging.Handler):
                 if self._lines.maxsize - self._lines.qsize() < 2:
                     raise queue.Full
                 text = f"{self._dropped} lines of the log are missing here: nobody read it"
-                self._lines.put_nowait(self.format(_own_record(text)) if self.formatter is not None else text)
+                own = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None)
+                self._lines.put_nowait(self.format(own))
                 self._dropped = 0
             self._lines.put_nowait(self.format(record))
         except queue.Full:
@@ -132,7 +133,3 @@ class QueuedHandler(logging.Handler):
                 # Past Python's buffer, whose lock a write that waits would hold to the end of the process.
                 while left:
                     left = left[os.write(self._descriptor, left) :]
-
-
-def _own_record(text: str) -> logging.LogRecord:
-    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None)

@@ -24,8 +24,8 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 from outrider.roles.standby_start import LENGTH
 
@@ -206,8 +206,8 @@ def execute(order: Order) -> None:
     sys.argv = arguments if is_module else [script, *arguments]
     sys.path[0] = order.folder if is_module else str(Path(script).resolve().parent)
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            _line_by_line(stream)
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     for name in [name for name in sys.modules if name.partition(".")[0] == "outrider"]:
         del sys.modules[name]
     if is_module:
@@ -249,10 +249,6 @@ def main(arguments: Sequence[str]) -> None:
     order = StandBy(socket.socket(fileno=door), owner_pid=owner_pid).serve()
     if order is not None:
         execute(order)
-
-
-def _line_by_line(stream: Any) -> None:
-    stream.reconfigure(line_buffering=True)
 
 
 def _fork() -> int | None:

@@ -1,17 +1,13 @@
-"""What both workers do as processes: share the interpreter, introduce themselves, end (torch-free)."""
+"""What both workers do as processes: share the interpreter, name their model, end (torch-free)."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from outrider import __version__
-from outrider.drafting.growth_source import GrowthSource, sources_to_proto
-from outrider.v1 import common_pb2, registry_pb2
-from outrider.wire import WIRE_VERSION
+from outrider.v1 import common_pb2
 
 if TYPE_CHECKING:
     from outrider.engine.checkpoint import ModelCard
@@ -37,39 +33,6 @@ def model_info(card: ModelCard) -> common_pb2.ModelInfo:
         dtype=card.dtype,
         max_model_len=card.max_model_len,
         eos_token_ids=card.eos_token_ids,
-    )
-
-
-def introduce(
-    role: registry_pb2.WorkerRole,
-    *,
-    address: str,
-    model: common_pb2.ModelInfo,
-    limits: registry_pb2.WorkerLimits,
-    name: str = "",
-    sources: Iterable[GrowthSource] = (),
-) -> registry_pb2.WorkerIntroduction:
-    """An introduction with an id of its own: make one per process start.
-
-    Args:
-        role: draft or target.
-        address: host:port of the worker's server, as coordinators can dial it.
-        model: what it serves.
-        limits: how much of it.
-        name: the same after a restart of the process.
-        sources: by what a draft grows (none: a model).
-    """
-    kind = registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
-    return registry_pb2.WorkerIntroduction(
-        worker_id=f"{kind}-{secrets.token_hex(6)}",
-        role=role,
-        address=address,
-        model=model,
-        limits=limits,
-        version=__version__,
-        name=name,
-        sources=sources_to_proto(sources),
-        wire_version=WIRE_VERSION,
     )
 
 

@@ -1,12 +1,12 @@
 """Settings that both kinds of worker have (torch-free, so that command lines may build them)."""
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from outrider.addresses import check_coordinators
+from outrider.config_checks import check_between, check_not_negative
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.metrics.options import check_metrics_options
 from outrider.security.binding import check_bind
@@ -79,11 +79,9 @@ class WorkerConfig(ABC):
     def __post_init__(self) -> None:
         if not self.host:
             raise ValueError("host: empty, an address such as 127.0.0.1 needed")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
+        check_between(self, 0, 65535, "port")
         check_coordinators(self.coordinators)
-        if not 0 <= self.drain_s < math.inf:
-            raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
+        check_not_negative(self, "drain_s")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
         self.engine()

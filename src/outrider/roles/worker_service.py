@@ -6,26 +6,29 @@ What a draft and a target worker differ in is a `Worker`; the order of things is
 import asyncio
 import contextlib
 import logging
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from outrider import __version__
 from outrider.addresses import Resolve, resolver
-from outrider.drafting.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource, sources_to_proto
 from outrider.errors import OutriderError, WorkerHung, WorkerUnavailable
 from outrider.front.handle import Front
 from outrider.front.inbox import Inbox
-from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
+from outrider.metrics.endpoint import MetricsEndpoint
 from outrider.metrics.families import Describe
 from outrider.roles.registration import Registrar
 from outrider.roles.step_watch import StepWatch
-from outrider.roles.worker import introduce, until_any
+from outrider.roles.worker import until_any
 from outrider.roles.worker_config import WorkerConfig
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, registry_pb2
+from outrider.wire import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class WorkThread(Protocol):
 
 
 Thread = TypeVar("Thread", bound=WorkThread)
+Config = TypeVar("Config", bound=WorkerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +108,8 @@ class Worker(ABC, Generic[Thread]):
 
 
 async def serve_worker(
-    worker: Worker[Any],
-    config: WorkerConfig,
+    make_worker: Callable[[Config], Worker[Any]],
+    config: Config,
     *,
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -114,7 +118,7 @@ async def serve_worker(
     """Serves a worker until `stop` is set or a coordinator asks it to end; then it drains.
 
     Args:
-        worker: not started yet.
+        make_worker: makes it of its configuration, not started yet.
         config: of the worker.
         ready: called once with the host:port that is bound, when the model is loaded and the port answers.
         stop: set by whoever wants it to end.
@@ -128,6 +132,7 @@ async def serve_worker(
         WorkerUnavailable: the process that speaks gRPC has ended.
         Exception: what the thread raised while it loaded or ran.
     """
+    worker = make_worker(config)
     with contextlib.closing(worker.front), contextlib.closing(worker.inbox):
         await _serve(worker, config, ready, stop or asyncio.Event(), resolve)
 
@@ -152,7 +157,8 @@ async def _serve(
     try:
         await until_any(asyncio.wrap_future(thread.ready), asyncio.wrap_future(front.failed))
         loaded = worker.loaded()
-        metrics = open_endpoint(loaded.metrics, host=config.metrics_host, port=config.metrics_port, tls=config.tls)
+        if (port := config.metrics_port) is not None:
+            metrics = MetricsEndpoint(loaded.metrics, host=config.metrics_host, port=port, tls=config.tls)
         await front.start()
         registrar = _registrar(worker, loaded, config, port=front.port, resolve=resolve)
         registrar.start()
@@ -191,13 +197,17 @@ async def _serve(
 def _registrar(
     worker: Worker[Any], loaded: Loaded, config: WorkerConfig, *, port: int, resolve: Resolve | None
 ) -> Registrar:
-    introduction = introduce(
-        _REGISTERED_AS[worker.role],
+    introduction = registry_pb2.WorkerIntroduction(
+        # Another one at every start; the name stays.
+        worker_id=f"{worker.role}-{secrets.token_hex(6)}",
+        role=_REGISTERED_AS[worker.role],
         address=f"{config.advertised_host or config.host}:{port}",
         model=loaded.model,
         limits=loaded.limits,
+        version=__version__,
         name=config.name,
-        sources=loaded.sources,
+        sources=sources_to_proto(loaded.sources),
+        wire_version=WIRE_VERSION,
     )
     return Registrar(
         resolve or resolver(config.coordinators),

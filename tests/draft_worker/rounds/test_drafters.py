@@ -12,11 +12,11 @@ from tests.draft_worker.table_model import VOCAB, Bench, session_start
 
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.rounds.drafters import Drafters, shared_limits
-from outrider.draft_worker.rounds.session import GrowthMode, Key
+from outrider.draft_worker.rounds.session import Key
 from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import CommitMismatch, InvalidRequest, OutOfSlots, Superseded
 from outrider.kernels.pool.records import Verdict
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 
 KEY = (7, 1)
 MODEL, NGRAM, EAGLE = GrowthSource.MODEL, GrowthSource.NGRAM, GrowthSource.EAGLE
@@ -282,7 +282,7 @@ def test_the_model_rests_while_ngrams_are_expected_to_be_right(ngram: NgramDraft
 
 def test_a_sync_sessions_model_never_rests(make: Make, text: list[int]):
     drafters = make()
-    drafters.open(session_start(prompt=text[:4], mode=GrowthMode.SYNC, max_depth=4, sync_nodes=8))
+    drafters.open(session_start(prompt=text[:4], mode=SpeculationMode.SYNC, max_depth=4, sync_nodes=8))
     records = drive(drafters)
     assert {(source, own.complete) for source, own in records} == {(NGRAM, False), (MODEL, True)}
 

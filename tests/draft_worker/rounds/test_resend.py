@@ -11,10 +11,9 @@ from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_sta
 
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
 from outrider.draft_worker.rounds.drafters import Drafters
-from outrider.draft_worker.rounds.session import GrowthMode
 from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.records import Verdict
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 KEY = (7, 1)
 MODEL, NGRAM = GrowthSource.MODEL, GrowthSource.NGRAM
@@ -228,8 +227,8 @@ def test_no_id_is_used_twice_where_a_session_was_computed_twice_before():
     bench.check_all_given_back()
 
 
-@pytest.mark.parametrize("mode", GrowthMode)
-def test_a_held_session_answers_too(mode: GrowthMode):
+@pytest.mark.parametrize("mode", [SpeculationMode.ASYNC, SpeculationMode.SYNC])
+def test_a_held_session_answers_too(mode: SpeculationMode):
     bench = Bench()
     mirror = bench.open(mode=mode)
     bench.finish()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.function_source import FunctionSource
 from tests.outrider.engine.families import (
     FAMILIES,
     NODES,
@@ -28,7 +29,7 @@ from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights, tensor_shapes
 from outrider.engine.kv_slots import SlotTable
-from outrider.engine.weight_source import FunctionSource, SafetensorsSource
+from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import tree_attention
 from outrider.models import embedded_target_path

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.function_source import FunctionSource
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig
 
@@ -20,7 +21,7 @@ from outrider.engine.decoder_weights import (
     tensor_shapes,
     weight_bytes,
 )
-from outrider.engine.weight_source import FunctionSource, SafetensorsSource
+from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.kernels.linear.packed_weight import PackedWeight, can_pack
 from outrider.kernels.linear.skinny import Weight

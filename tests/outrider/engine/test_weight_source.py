@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.engine.weight_source import INDEX_FILE, FunctionSource, SafetensorsSource
+from outrider.engine.weight_source import INDEX_FILE, SafetensorsSource
 from outrider.errors import CheckpointError
 
 TENSORS = {
@@ -29,10 +29,10 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_file_shards_and_a_function_give_the_same(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_one_file_and_shards_give_the_same(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     single = tmp_path_factory.mktemp("single")
     save_file(TENSORS, single / "model.safetensors")
-    for source in (SafetensorsSource(shards), SafetensorsSource(single), FunctionSource(TENSORS.__getitem__)):
+    for source in (SafetensorsSource(shards), SafetensorsSource(single)):
         source.check(SHAPES)
         for name, tensor in TENSORS.items():
             assert torch.equal(source.tensor(name), tensor)

@@ -13,7 +13,7 @@ import pytest
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.metrics import endpoint as endpoint_module
-from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint
+from outrider.metrics.endpoint import MetricsEndpoint, on_loop
 from outrider.metrics.families import Families
 from outrider.security.certificates import write_development_set
 from outrider.security.roles import Role
@@ -49,8 +49,7 @@ async def test_a_port_that_is_taken_is_an_error_that_says_so():
     first = MetricsEndpoint(lambda families: None, host="127.0.0.1", port=0)
     try:
         with pytest.raises(OSError, match="metrics_port"):
-            open_endpoint(lambda families: None, host="127.0.0.1", port=int(first.address.rpartition(":")[2]))
-        assert open_endpoint(lambda families: None, host="127.0.0.1", port=None) is None
+            MetricsEndpoint(lambda families: None, host="127.0.0.1", port=int(first.address.rpartition(":")[2]))
     finally:
         await first.close()
 

@@ -14,7 +14,6 @@ from outrider import rpc
 from outrider.addresses import resolver
 from outrider.errors import WorkerRefused
 from outrider.roles.registration import Registrar, Registration
-from outrider.roles.worker import introduce
 from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
 SERVICE = "outrider.v1.RegistryService"
@@ -76,8 +75,9 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
 
 
 def introduction() -> registry_pb2.WorkerIntroduction:
-    return introduce(
-        registry_pb2.WORKER_ROLE_TARGET,
+    return registry_pb2.WorkerIntroduction(
+        worker_id="target-1",
+        role=registry_pb2.WORKER_ROLE_TARGET,
         address="127.0.0.1:1",
         model=common_pb2.ModelInfo(name="tiny", vocab_size=61),
         limits=registry_pb2.WorkerLimits(max_sessions=2),

@@ -97,7 +97,7 @@ async def test_a_worker_is_read_until_it_has_drained():
     port = free_port()
     front, stop = IdleFront(port), asyncio.Event()
     async with asyncio.timeout(60):
-        await serve_worker(IdleWorker(front), a_config(port), ready=lambda _: stop.set(), stop=stop)
+        await serve_worker(lambda _: IdleWorker(front), a_config(port), ready=lambda _: stop.set(), stop=stop)
     assert "outrider_answer 42.0" in front.at_the_end
     assert front.failure is None
 
@@ -112,5 +112,5 @@ async def test_open_calls_end_with_what_ended_the_thread():
 
     async with asyncio.timeout(60):
         with pytest.raises(RuntimeError, match="an illegal memory access"):
-            await serve_worker(worker, a_config(port), ready=fail)
+            await serve_worker(lambda _: worker, a_config(port), ready=fail)
     assert str(front.failure) == "the draft worker failed: an illegal memory access"

@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool, RowState
+from outrider.sampling import SpeculationMode
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
-from outrider.target_worker.sessions.requests import SpeculationMode
 
 pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]

@@ -22,13 +22,13 @@ from tests.target_worker.rounds.driving import (
 )
 
 from outrider.kernels.verification.walk import Finish
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import SessionResult
-from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, SpeculationMode
+from outrider.target_worker.sessions.requests import WITHOUT_LIMIT
 
 FOR_EVER_MS = 10**9
 

@@ -22,11 +22,10 @@ from tests.target_worker.rounds.driving import (
 from tests.target_worker.tiny_head import write_tiny_head
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.loop import RoundLoop
-from outrider.target_worker.sessions.requests import SpeculationMode
 
 # Requests whose texts a head is trained on.
 KNOWN = ("greedy", "coupled")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror, session_start
 
-from outrider.draft_worker.rounds.session import GrowthMode
 from outrider.errors import OutriderError
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 
 LONGEST = 64
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -68,7 +67,7 @@ class World:
             epoch=epoch,
             prompt=self.chance.choices(range(VOCAB), k=self.chance.randint(1, 20)),
             sampling=SamplingSpec(max_new_tokens=pick([5, 50, 50]), choice_index=pick([0, 2]), **changes),
-            mode=pick([GrowthMode.ASYNC, GrowthMode.ASYNC, GrowthMode.SYNC]),
+            mode=pick([SpeculationMode.ASYNC, SpeculationMode.ASYNC, SpeculationMode.SYNC]),
             max_live_nodes=pick([4, 12, 64]), max_depth=pick([1, 3, 16]), sync_nodes=pick([1, 6, 24]),
         )  # fmt: skip
         if number in self.bench.mirrors and epoch > self.bench.mirrors[number].start.epoch:

@@ -8,9 +8,8 @@ import pytest
 from scipy import stats
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror, table_logits
 
-from outrider.draft_worker.rounds.session import GrowthMode
 from outrider.drafting.draft_distribution import WEIGHT_SUM
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 
 STOPS = (0, 2, 4, 6, 8, 10, 12)
 TARGET_ONLY, REJECTION = VerificationRule.TARGET_ONLY, VerificationRule.REJECTION
@@ -104,8 +103,8 @@ def test_a_chain_is_cut_to_its_likeliest_tokens_and_its_estimates_tell_nothing_o
     assert (bench.drafter.calibration.learned == learned).all()
 
 
-@pytest.mark.parametrize("mode", GrowthMode)
-def test_stop_tokens_do_not_end_a_chain(mode: GrowthMode):
+@pytest.mark.parametrize("mode", [SpeculationMode.ASYNC, SpeculationMode.SYNC])
+def test_stop_tokens_do_not_end_a_chain(mode: SpeculationMode):
     """Its length must not tell what was drawn."""
     bench = Bench()
     mirror = bench.open(sampling=spec_of("rejection", stop_token_ids=tuple(range(VOCAB))), mode=mode, max_depth=5)
@@ -127,7 +126,7 @@ def test_draws_over_seeds_follow_q():
 
 def test_sessions_of_all_rules_in_one_step_are_as_if_alone():
     together = Bench(max_step_nodes=64, max_live_nodes=256, max_sessions=len(SPECS))
-    fields = {"mode": GrowthMode.SYNC, "max_depth": 3, "sync_nodes": 12}
+    fields = {"mode": SpeculationMode.SYNC, "max_depth": 3, "sync_nodes": 12}
     for number, name in enumerate(SPECS):
         together.open(number, sampling=spec_of(name), prompt=[number, 4], **fields)
     together.finish()

@@ -22,9 +22,9 @@ from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDraf
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Proposals, TextTails
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
-from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.drafting.acceptance_calibration import RELIABILITY_EDGES, RULES
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, SpeculationMode
 
 VOCAB, MAX_LEN, ROWS = 6, 80, 12
 ONE = np.float32(1)
@@ -203,7 +203,7 @@ class Twins:
         limits = GrowthLimits(
             max_depth=draw.choice([1, 4, 9, 20, 20]),
             max_live_nodes=draw.choice([1, 12, 64, 64, 256]),
-            mode=draw.choice([GrowthMode.ASYNC, GrowthMode.ASYNC, GrowthMode.SYNC]),
+            mode=draw.choice([SpeculationMode.ASYNC, SpeculationMode.ASYNC, SpeculationMode.SYNC]),
         )
         sampling = SamplingSpec(
             temperature=draw.choice([0.0, 0.7]),
