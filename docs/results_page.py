@@ -19,19 +19,21 @@ _README_COLUMNS = {
     "async_tokens_per_s": "with drafts, tokens/s",
     "speedup": "times as many",
     "tokens_a_round": "tokens a round",
-    "exposed_ms": "exposed ms, median",
 }
 
 
 def results_page(note: str, folder: Path = RESULTS) -> str:
     """Return docs/results.md."""
+    files = sorted(folder.glob("*.json"))
     parts = [
         note,
         "# Results",
         "All figures of this project, each with the command that measures it. Units stand in the names; a pair is a "
-        "median and a 99th percentile. `make bench` measures the service on your machine.",
+        "median and a 99th percentile. `make bench` measures the service on your machine; `benchmarks/end_to_end.py` "
+        "measures it with other models and loads, and `benchmarks/against_vllm.py` measures vLLM with the same.",
+        "Measured: " + ", ".join(f"[{file.stem}](#{file.name.replace('.', '')})" for file in files) + ".",
     ]
-    for file in sorted(folder.glob("*.json")):
+    for file in files:
         measured = json.loads(file.read_text())
         parts.append(f"## {file.name}")
         parts.append("\n".join(f"- **{name}**: {_origin(measured[name])}" for name in ORIGIN if name in measured))
@@ -94,4 +96,4 @@ def _origin(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
     text = str(value)
-    return f"`{text}`" if text.startswith("python ") else text
+    return f"`{text}`" if text.startswith(("python ", "outrider ")) else text

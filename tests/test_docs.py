@@ -98,6 +98,7 @@ def test_results_become_tables(generate: ModuleType, tmp_path: Path):
     }
     (tmp_path / "some.json").write_text(json.dumps(measured))
     page = generate.results_page("note", tmp_path)
+    assert "[some](#somejson)" in page
     assert "- **command**: `python benchmarks/some.py`\n- **machine**: name a GPU" in page
     header, _, first, second = page[page.index("**cells**") :].split("\n")[2:6]
     assert header == "| sessions | round_ms | tokens.per_s |"

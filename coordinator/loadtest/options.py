@@ -19,17 +19,28 @@ _MODES = ("async", "sync", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One run of a load test."""
+    """One run of a load test.
+
+    Attributes:
+        request_rate: arrivals a second, without effect where there is a schedule.
+        max_concurrency: most requests under way.
+        speculation: how drafts are used.
+        schedule: what arrivals follow instead of a rate: a trace's times or a ramp.
+    """
 
     request_rate: float
     max_concurrency: int | None
     speculation: Mode
+    schedule: Literal["trace", "linear", "exponential"] | None = None
 
     @property
     def label(self) -> str:
         """What it is called in tables."""
         cap = "" if self.max_concurrency is None else f", at most {self.max_concurrency} at a time"
-        rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g}/s"
+        if self.schedule is not None:
+            rate = "at the trace's times" if self.schedule == "trace" else f"{self.schedule} ramp"
+        else:
+            rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g}/s"
         return f"{self.speculation}, {rate}{cap}"
 
 
@@ -159,8 +170,10 @@ class LoadtestConfig:
         for mode in modes:
             if mode not in _MODES:
                 raise ValueError(f"speculation: {mode!r} given, one of {', '.join(_MODES)} needed")
+        ramp = None if self.ramp_up_strategy == "none" else self.ramp_up_strategy
+        schedule = "trace" if self.dataset_name == "trace" else ramp
         return [
-            Point(request_rate=rate, max_concurrency=cap, speculation=cast("Mode", mode))
+            Point(request_rate=rate, max_concurrency=cap, speculation=cast("Mode", mode), schedule=schedule)
             for mode, cap, rate in itertools.product(modes, caps, rates)
         ]
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -244,6 +245,7 @@ def test_a_trace_is_replayed_by_two_processes(doors, tmp_path):
     assert figures["output_lens"] == [3] * 5
     assert figures["intended_times"] == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
     assert figures["client_processes"] == 2
+    assert (figures["label"], figures["request_rate"]) == ("async, at the trace's times", "trace")
 
 
 def test_failures_are_counted_with_their_errors(doors, tmp_path, capsys):
@@ -333,3 +335,16 @@ def test_every_option_has_a_default_that_is_allowed():
     (point,) = config.points()
     assert config.arrivals_of(point).count == 100
     assert point.label == "async, all at once"
+
+
+@pytest.mark.parametrize(
+    ("changes", "label"),
+    [
+        ({"request_rate": "4", "max_concurrency": "8"}, "async, 4/s, at most 8 at a time"),
+        ({"dataset_name": "trace", "dataset_path": Path("trace.jsonl")}, "async, at the trace's times"),
+        ({"ramp_up_strategy": "linear"}, "async, linear ramp"),
+    ],
+)
+def test_a_run_is_labelled_by_what_its_arrivals_follow(changes, label):
+    (point,) = LoadtestConfig(**changes).points()
+    assert point.label == label

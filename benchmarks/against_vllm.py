@@ -1,0 +1,179 @@
+"""vLLM's engine under end_to_end.py's load: its prompts, and sessions that begin their next request when one ends.
+
+    python benchmarks/against_vllm.py --target FOLDER --draft FOLDER --draft-tokens 4 --prompt-tokens 1024
+
+`outrider widen` writes checkpoints that vLLM loads too. The engine runs on the first GPU that CUDA_VISIBLE_DEVICES
+names. Two replicas are two of these commands at the same time, a GPU and half the sessions each, and their sum. vLLM is
+no dependency of this project: install it beside, in an environment of its own if its PyTorch is another.
+"""
+
+import argparse
+import importlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Of this folder only the packages below are meant: transformers looks for a package called kernels.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# With the engine in a process of its own, the time of a step would not be that of the tokens it returns.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import torch
+from benchmarks import results
+from benchmarks.end_bench.options import prompts_of
+from benchmarks.end_bench.report import machine
+
+_DRAFTS, _ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print or write the figures as JSON; return 1 where vLLM is not installed."""
+    options = _parser().parse_args(arguments)
+    try:
+        vllm = importlib.import_module("vllm")
+    except ImportError as error:
+        sys.stderr.write(f"error: vLLM cannot be imported ({error}): pip install vllm, or leave this benchmark out\n")
+        return 1
+    prompts = prompts_of(options.prompt_tokens, options.target)
+    bench = Bench(
+        vllm=vllm,
+        engine=_engine(vllm, options, max(map(len, prompts))),
+        prompts=prompts,
+        max_new_tokens=options.max_new_tokens,
+        warm_up_s=options.warm_up,
+        measure_s=options.measure,
+    )
+    bench.prefill()
+    cells = itertools.product(options.temperatures, options.sessions)
+    document = results.provenance("against_vllm.py", sys.argv[1:] if arguments is None else arguments)
+    document["versions"]["vllm"] = vllm.__version__
+    document |= {
+        "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        "draft_tokens": options.draft_tokens if options.draft else 0,
+        "cells": [bench.measure(temperature, sessions) for temperature, sessions in cells],
+    }
+    results.write(document, options.output_json)
+    return 0
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """An engine of the module `vllm`, with statistics on, and the prompts that its requests take in turn."""
+
+    vllm: ModuleType
+    engine: Any
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    warm_up_s: float
+    measure_s: float
+    clock: Callable[[], float] = time.perf_counter
+    _ids: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def prefill(self) -> None:
+        """Bring every prompt into the prefix cache, where end_to_end.py's cells find theirs."""
+        for number in range(len(self.prompts)):
+            self._add(number, 0.0, 2)
+        self._finish()
+
+    def measure(self, temperature: float, sessions: int) -> dict[str, Any]:
+        """Return the figures of one cell, counted from the first step that ends after the warm-up."""
+        numbers = itertools.count()
+        emitted: dict[str, int] = {}
+
+        def begin() -> None:
+            emitted[self._add(next(numbers), temperature, self.max_new_tokens)] = 0
+
+        for _ in range(sessions):
+            begin()
+        warm_s = self.clock() + self.warm_up_s
+        began_s, now_s, tokens, steps, before = None, self.clock(), 0, 0, (0, 0)
+        while began_s is None or now_s < began_s + self.measure_s:
+            outputs = self.engine.step()
+            now_s, steps = self.clock(), steps + 1
+            for output in outputs:
+                length = len(output.outputs[0].token_ids)
+                tokens += length - emitted[output.request_id]
+                emitted[output.request_id] = length
+                if output.finished:
+                    del emitted[output.request_id]
+                    begin()
+            if began_s is None and now_s >= warm_s:
+                began_s, tokens, steps, before = now_s, 0, 0, self._speculation()
+        drafts, accepted = (late - early for late, early in zip(self._speculation(), before, strict=True))
+        self.engine.abort_request(list(emitted))
+        self._finish()
+        seconds = now_s - began_s
+        return {
+            "temperature": temperature,
+            "sessions": sessions,
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "acceptance_length": 1 + accepted / drafts if drafts else 1.0,
+            "step_ms": 1e3 * seconds / steps,
+        }
+
+    def _add(self, number: int, temperature: float, max_tokens: int) -> str:
+        sampling = self.vllm.SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False, seed=number
+        )
+        prompt = self.vllm.TokensPrompt(prompt_token_ids=self.prompts[number % len(self.prompts)])
+        request_id = f"r{next(self._ids)}"
+        self.engine.add_request(request_id, prompt, sampling)
+        return request_id
+
+    def _finish(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def _speculation(self) -> tuple[int, int]:
+        counters = {one.name: one.value for one in self.engine.get_metrics() if hasattr(one, "value")}
+        return counters.get(_DRAFTS, 0), counters.get(_ACCEPTED, 0)
+
+
+def _engine(vllm: ModuleType, options: argparse.Namespace, prompt_tokens: int) -> Any:
+    length = prompt_tokens + options.max_new_tokens + options.draft_tokens
+    speculation = {
+        "method": "draft_model",
+        "model": str(options.draft),
+        "num_speculative_tokens": options.draft_tokens,
+        "max_model_len": length,
+    }
+    engine_options = vllm.EngineArgs(
+        model=str(options.target),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=length,
+        max_num_seqs=max(options.sessions),
+        enable_prefix_caching=True,
+        speculative_config=speculation if options.draft else None,
+        disable_log_stats=False,
+        seed=0,
+    )
+    return vllm.LLMEngine.from_engine_args(engine_options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", type=Path, required=True, metavar="FOLDER")
+    add("--draft", type=Path, metavar="FOLDER", help="default none: plain decoding")
+    add("--draft-tokens", type=int, default=4, help="that the draft guesses a step, vLLM's num_speculative_tokens")
+    add("--sessions", type=int, nargs="+", default=[1, 16, 64], help="that run at a time")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    add("--prompt-tokens", type=int, help="length of prompts, made of several; default as they are")
+    add("--max-new-tokens", type=int, default=128)
+    add("--warm-up", type=float, default=2.0, help="seconds of a cell that do not count")
+    add("--measure", type=float, default=5.0, help="seconds that do")
+    add("--output-json", type=Path, metavar="FILE", help="default standard output")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
