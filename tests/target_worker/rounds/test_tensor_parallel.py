@@ -12,6 +12,7 @@ from tests.target_worker.rounds.driving import (
     PROMPT,
     SPECS,
     Driver,
+    FixedSteps,
     loop_of,
     make_runner,
     no_tree,
@@ -24,7 +25,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.target_worker.drafters.loading import load_draft
-from outrider.target_worker.rounds.draft_steps import DraftSteps
 from outrider.target_worker.rounds.loop import RoundLoop
 
 # Requests whose texts a head is trained on.
@@ -84,20 +84,13 @@ def test_two_ranks_give_the_tokens_of_one(folder: Path):
     assert all(len(tokens) == 20 for tokens in outputs[0])
 
 
-class FixedSteps(DraftSteps):
-    """Three steps before every round, however busy the machine is."""
-
-    def choose(self, sessions: int) -> int:
-        return 3 if sessions else 0
-
-
 @contextmanager
 def drafted(folder: Path, draft_folder: Path) -> Iterator[RoundLoop]:
     """Rounds of two ranks with a drafter."""
     with closing(make_runner(folder, tensor_parallel_size=2)) as runner:
         loop, program = rounds_of(runner, draft=load_draft(runner, draft_folder))
         assert program.drafter is not None
-        program.drafter.pace = FixedSteps()
+        program.drafter.pace = FixedSteps(3)
         yield loop
 
 
