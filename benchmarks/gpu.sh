@@ -1,21 +1,24 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [arriving] [one-gpu] [four-gpus] [pool] [rounds]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [arriving] [one-gpu]
+#                               [round-trips] [both] [vllm] [four-gpus] [pool] [rounds]
 #
-# Without names everything but the last three, about twenty minutes on two GPUs; with one GPU leave out ranks, end-to-end,
-# replicas and arriving. Only by name: four-gpus (ten minutes); pool, the candidate pool's tests, sanitizers and figures
-# (four minutes); rounds, a target's rounds in process (six).
+# Without names those of the first line, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end,
+# replicas and arriving. Only by name: round-trips, longer links (three minutes); both, a resident head beside a draft
+# worker (two); vllm, the same loads on vLLM, on both GPUs at once (six; VLLM names its interpreter); four-gpus (ten);
+# pool, the candidate pool's tests, sanitizers and figures (four); rounds, a target's rounds in process (six).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas arriving one-gpu
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
+awake="--keep-cores-awake 3"
 failed=0
 
 # part SECONDS NAME COMMAND...: its output goes to FOLDER/NAME.txt
@@ -48,12 +51,30 @@ widened() {
 end_to_end() {
     widened target 8b
     widened draft 160m
-    report=$1 seconds=$2 awake="--keep-cores-awake 3"
+    report=$1 seconds=$2
     shift 2
     part $((seconds + 90)) "$report" "$python" benchmarks/end_to_end.py --device cuda \
         --target "$checkpoints/target-8b" --draft "$checkpoints/draft-160m" --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
         --scale-to 3.5 --kv-bytes 32000000000 --time-limit "$seconds" --draft-args="--kv-bytes 12000000000 $awake" \
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
+}
+
+# resident NAME OPTION...: the widened target on one GPU with a drafter in it
+resident() {
+    report=$1
+    shift
+    end_to_end "resident_$report" 150 --gpus 1 --setups resident --sessions 1 16 64 256 --temperatures 0 1 --warm-up 0.8 \
+        --kv-bytes 36000000000 "$@"
+}
+
+# vllm GPU DRAFT_TOKENS: what end_to_end measures, by vLLM; without draft tokens, its plain decoding
+vllm() {
+    draft="--draft $checkpoints/draft-160m --draft-tokens $2"
+    [ "$2" -gt 0 ] || draft=
+    # shellcheck disable=SC2086  # options apart
+    part 150 "vllm_$2_gpu_$1" env CUDA_VISIBLE_DEVICES="$1" "${VLLM:-$python}" benchmarks/against_vllm.py \
+        --target "$checkpoints/target-8b" $draft --sessions 1 16 64 8 32 --temperatures 0 1 --prompt-tokens 1024 \
+        --max-new-tokens 768 --warm-up 1.2 --measure 2 --output-json "$out/vllm_$2_gpu_$1.json"
 }
 
 # rounds NAME SECONDS OPTION...: a target's rounds in process, with prompts of 1,024 tokens
@@ -86,7 +107,9 @@ for name in "$@"; do
                     --keep-cores-awake 4 --json "$out/draft_service_$shape.json"
             done ;;
         # A machine's cores are shared by what is started.
-        end-to-end) end_to_end end_to_end 280 --setups 1+1 --sessions 1 16 64 4 --temperatures 0 1 --prepare 2.5 ;;
+        end-to-end) end_to_end end_to_end 320 --setups 1+1 --modes off async --sessions 1 4 16 64 128 256 --temperatures 0 1 \
+            --synthetic 0 --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake" ;;
+        round-trips) end_to_end round_trips 180 --setups 1+1 --modes async --sessions 1 16 --temperatures 0 1 --round-trips 1 3 ;;
         replicas) end_to_end replicas 150 --setups 1+1 0+2 --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
         arriving) widened target 8b 8192
             widened draft 160m 8192
@@ -106,8 +129,24 @@ for name in "$@"; do
             rounds rounds 300 --modes off replay --sessions 1 16 64 256
             rounds rounds_timeline 90 --modes replay --sessions 1 --max-new-tokens 768 --rounds 100 --chance 0.9 \
                 --timeline "$out/rounds_timeline.png" ;;
-        one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups resident shared --sessions 1 16 64 --temperatures 0 1 ;;
-        *) echo "$name is none of tests, ranks, draft, end-to-end, replicas, arriving, four-gpus, one-gpu, pool, rounds" >&2; exit 2 ;;
+        one-gpu) resident model --draft "$checkpoints/draft-160m" --modes off async --temperatures 0 1 0.6 --synthetic 0
+            widened eagle 8b
+            resident head --draft "$checkpoints/eagle-8b" --modes async
+            resident head_one_guess --draft "$checkpoints/eagle-8b" --modes async \
+                --target-args="$awake --draft-branching 1 --max-draft-steps 1"
+            widened block 8b
+            resident block --draft "$checkpoints/block-8b" --modes async
+            side_by_side end_to_end shared 120 --gpus 1 --setups shared --modes async --sessions 1 16 64 --temperatures 0 1 ;;
+        both) widened eagle 8b
+            end_to_end both 120 --setups 1+1 --modes async --sessions 1 16 64 --temperatures 1 \
+                --target-args="$awake --draft-model $checkpoints/eagle-8b" ;;
+        vllm) widened target 8b
+            widened draft 160m
+            for draft_tokens in 0 2 4 8; do
+                vllm 0 "$draft_tokens" & vllm 1 "$draft_tokens"
+                wait
+            done ;;
+        *) echo "$name is none of the names above; see benchmarks/gpu.sh" >&2; exit 2 ;;
     esac
 done
 exit $failed
