@@ -1,9 +1,12 @@
 """Threads in which Triton compiles several kernels at once, by launching them."""
 
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 _THREADS = 8
@@ -11,25 +14,33 @@ _THREADS = 8
 
 @contextmanager
 def compiling_threads() -> Iterator[ThreadPoolExecutor]:
-    """Yield threads that may launch kernels for the first time; no other thread may launch one meanwhile.
+    """Yield threads that may launch kernels for the first time; so may the caller's, meanwhile.
 
-    Triton before 3.7 loads the launcher of every kernel as a module of one and the same name, and reads its function in
-    a second step: two threads at once may end up with one kernel's launcher for the other ("function takes exactly 27
-    arguments (33 given)"). So launchers are made one at a time here; compiling, which comes before, goes on beside it.
+    Triton makes what launches a kernel as it is launched first, and is not meant for several threads there:
+
+    - A second thread may find a launcher whose kernel is not loaded yet. Here it waits.
+    - Before 3.7 the launchers of all kernels are modules of one name. Python keeps one module of a name, so that a
+      thread may read another kernel's launcher from it ("function takes exactly 27 arguments (33 given)"). Here each
+      has a name of its own.
     """
     from triton import compiler
+    from triton.runtime import build
 
-    kernels: Any = compiler.CompiledKernel
-    lock, made = threading.Lock(), kernels.run
-    with ThreadPoolExecutor(_THREADS) as threads:
+    kernel_type: Any = compiler.CompiledKernel
+    run, load = kernel_type.run, build._load_module_from_path
+    locks, numbers = defaultdict[int, threading.Lock](threading.Lock), itertools.count()
 
-        def run(kernel: Any) -> Any:
-            with lock:
-                return made.fget(kernel)
+    def run_when_loaded(kernel: Any) -> Any:
+        with locks[id(kernel)]:
+            return run.fget(kernel)
 
-        kernels.run = property(run)
-        try:
+    def load_apart(name: str, path: str) -> ModuleType:
+        # Python finds the module's function by what follows the last dot.
+        return load(f"launcher_{next(numbers)}.{name}", path)
+
+    kernel_type.run, build._load_module_from_path = property(run_when_loaded), load_apart
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:
             yield threads
-            threads.shutdown()
-        finally:
-            kernels.run = made
+    finally:
+        kernel_type.run, build._load_module_from_path = run, load
