@@ -44,17 +44,20 @@ from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.records import WORDS
 from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
-from outrider.kernels.pool.select import GAIN_SCALE
+from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP
 from outrider.kernels.sampling.rows import SampledRows
 from outrider.kernels.verification.report import RoundTime, mark_time
 from outrider.kernels.verification.walk import COUNTED_KINDS
+from outrider.target_worker.drafters.step_times import StepTimes
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, RoundRates
 from outrider.target_worker.rounds.session import Session
 
 # Rounds whose steps are launched, and not read: the one under way and the next.
 _ROUNDS_AHEAD = 2
-# Share of a step's time in the average by which buckets are chosen, and in that of what contexts add.
-_TIME_SHARE, _CONTEXT_SHARE = 0.02, 0.05
+# Share of a step's time in the average by which buckets are chosen.
+_TIME_SHARE = 0.02
+# Rows of committed tokens beyond the usual by which a step is one that catches up.
+_CATCH_UP_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,8 +104,8 @@ class DraftModel:
 
     @property
     def committed_rows(self) -> int:
-        """Rows that a session needs after a round: of a model for its last node and the token behind, of a head for all
-        that was committed.
+        """Rows of a session in the first step after a round: its last node and the token behind it, of a head all that
+        was committed.
         """
         return 2 if self.features is None else MOST_STEPS + 1
 
@@ -195,12 +198,14 @@ class ResidentProgram(GrowthProgram):
 
 
 class _Step(NamedTuple):
-    """A launched step: its number in the round, its bucket, drafted sessions and their committed tokens."""
+    """A launched step: its number in the round, its bucket, drafted sessions that the round verifies, and, of a step
+    that is one more than pays, the time to expect.
+    """
 
     number: int
     bucket: int
     sessions: int
-    keys: int
+    trial_ns: float | None
 
 
 class ResidentModel:
@@ -219,6 +224,7 @@ class ResidentModel:
         calibration: of all sessions.
         pace: how many steps pay.
         steps: growth steps with rows so far.
+        is_drafted: [S] bool, rows whose sessions it may grow.
     """
 
     def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
@@ -238,16 +244,18 @@ class ResidentModel:
         # Nodes are handed on by the device, and only counted here.
         self._is_counted, self._ids_used = np.ones(pool.sessions, np.bool_), np.zeros(pool.sessions, np.int32)
         self._grown = np.zeros(pool.sessions, np.int64)
-        # By number of the step in its round, what its buckets would have gained and the roots that it had to expand.
+        # By number of the step in its round, what its buckets would have gained, the roots that it had to expand, and
+        # how many sessions were drafted.
         no_gains = np.zeros(len(self._program.buckets), np.int64)
-        self._early = [(no_gains, 0) for _ in range(MOST_STEPS)]
-        # By steps that are not read, oldest first.
+        self._early = [(no_gains, 0, 0) for _ in range(MOST_STEPS)]
+        self._committed_rows, self._times = draft.committed_rows, StepTimes()
+        # Steps that are not read, oldest first.
         self._under_way: deque[_Step] = deque()
-        self._read, self._has_rested = 0, False
-        # Times of steps: of each bucket's without contexts, of a block drafter's later ones, and of a key.
-        self._empty_ns = [0.0] * len(self._program.buckets)
-        self._reading_ns = self._key_ns = 0.0
-        self._committed_rows = draft.committed_rows
+        # Before the next round's steps there were none; and the steps of the round that is read are like those to come.
+        self._has_rested, self._is_usual = True, False
+        self._read = 0
+        # By row.
+        self.is_drafted = np.zeros(pool.sessions, np.bool_)
 
     def warm_up(self) -> None:
         """Compile and capture what steps need; called before any session is opened."""
@@ -255,7 +263,7 @@ class ResidentModel:
         acceptance_calibration.warm_up()
         self._program.warm_up()
         if self._program.captures:
-            self._empty_ns = list(self._program.times_ns)
+            self._times = StepTimes(self._program.times_ns, self._program.reading_ns)
 
     def refill(self) -> None:
         """Make anew what was made of the target's weights, once it has others. No step may be in flight."""
@@ -266,7 +274,7 @@ class ResidentModel:
         """Write the columns of a session's row, which no launched round uses; they are in place on return."""
         row, program = session.row, self._program
         self._expansions.clear(row)
-        self._grown[row] = 0
+        self._grown[row], self.is_drafted[row] = 0, session.is_drafted_by(self.source)
         program.describe_row(
             row,
             session.sampling,
@@ -275,7 +283,7 @@ class ResidentModel:
             stop_ids=session.stop_token_ids,
             # Half a pool: draft workers have the rest.
             max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching)
-            * session.is_drafted_by(self.source),
+            * self.is_drafted[row],
             max_depth=min(session.max_depth, self._max_depth),
         )
 
@@ -310,32 +318,45 @@ class ResidentModel:
             # The rows of others rest.
             and (session.is_prefilled or not self._regrows)
         ]
-        program, keys = self._program, sum(session.length for session in sessions)
-        count = self.pace.choose(len(sessions), self._expected_ns(len(sessions), keys), rates)
+        program, verified = self._program, sum(session.is_running or session.is_entering for session in sessions)
+        expected_ns: list[float] = []
+        count, is_trial = min(len(sessions), 1), False
+        if verified:
+            expected_ns = self._expected_ns(verified)
+            count, is_trial = self.pace.choose(verified, expected_ns, rates), self.pace.is_trial
         count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in sessions)
         for number in range(count):
-            bucket = program.choose(*self._early[number], len(sessions))
+            bucket = self._bucket(number, len(sessions))
             if self._has_rested and number == 0:
                 # What was committed meanwhile may fit no other.
                 bucket = len(program.buckets) - 1
             program.launch(bucket, processes=processes, is_first=number == 0)
-            self._under_way.append(_Step(number, bucket, len(sessions), keys))
-        self._has_rested = bool(sessions) and not count
+            trial_ns = expected_ns[number] if is_trial and expected_ns and number == count - 1 else None
+            self._under_way.append(_Step(number, bucket, verified, trial_ns))
+        self._has_rested = not count
         return count
 
-    def _expected_ns(self, sessions: int, keys: int) -> list[float]:
+    def _bucket(self, number: int, sessions: int) -> int:
+        """Return the bucket of a round's step: by what the last one like it needed, if the load was about the same."""
+        gains, roots, before = self._early[number]
+        if before <= 2 * sessions <= 4 * before:
+            return self._program.choose(gains, roots, sessions)
+        return self._program.holding((1 if number else self._committed_rows) * sessions, sessions)
+
+    def _expected_ns(self, sessions: int) -> list[float]:
         """Return the times of a round's steps to expect; none before anything is known."""
-        if not sessions or not (self._key_ns or self._empty_ns[0]):
-            return []
-        program, contexts_ns = self._program, self._key_ns * keys
-        committed, following = (
-            self._empty_ns[program.holding(rows * sessions, sessions)] + contexts_ns
-            for rows in (self._committed_rows, 1)
-        )
-        if self._block is not None and self._reading_ns:
-            following = self._reading_ns
-        return [committed, *[following] * (MOST_STEPS - 1)]
+        found: list[float] = []
+        for number in range(MOST_STEPS):
+            bucket = self._bucket(number, sessions)
+            if bucket == len(self._program.buckets) - 1:
+                # The bucket of prompts, and of what has to be caught up with.
+                bucket = self._program.holding(self._committed_rows * sessions, sessions)
+            own_ns = self._times.expected_ns(bucket, sessions, reads=self._block is not None and number > 0)
+            if own_ns is None:
+                return []
+            found.append(own_ns)
+        return found
 
     def read(self, count: int) -> int:
         """Read the oldest steps, after the report of the round that they were launched before.
@@ -355,7 +376,7 @@ class ResidentModel:
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        self._early[step.number] = gains, min(needed, in_step)
+        self._early[step.number] = gains, min(needed, in_step), in_step
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1
@@ -365,15 +386,15 @@ class ResidentModel:
             np.add.at(self._grown, grown_rows, grown)
             roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
             expanded = roots + max(int(gains[step.bucket]), 0) / GAIN_SCALE
-        if rows - lines > self._committed_rows * step.sessions:
-            self.pace.note_catching_up(step_ns)
-            return step_ns
-        self.pace.note_step(step.number, expanded=expanded, sessions=step.sessions)
-        if self._block is not None and step.number:
-            self._reading_ns += (_CONTEXT_SHARE if self._reading_ns else 1.0) * (step_ns - self._reading_ns)
-        else:
-            key_ns = max(step_ns - self._empty_ns[step.bucket], 0.0) / max(step.keys, 1)
-            self._key_ns += (_CONTEXT_SHARE if self._key_ns else 1.0) * (key_ns - self._key_ns)
+        if not step.number:
+            usual_rows = min(self._committed_rows * step.sessions + _CATCH_UP_ROWS, SHORT_GAP * step.sessions)
+            self._is_usual = min(rows, step.sessions) > 0 and needed <= usual_rows
+        if self._is_usual:
+            self.pace.note_step(step.number, expanded=expanded, sessions=step.sessions)
+            reads = self._block is not None and step.number > 0
+            self._times.note(step.bucket, step.sessions, step_ns, reads=reads)
+        elif step.trial_ns is not None:
+            self.pace.note_trial(step_ns - step.trial_ns)
         return step_ns
 
     def take_grown(self, row: int) -> list[int]:

@@ -413,9 +413,10 @@ class RoundLoop:
         self._ended_ns, self._verified_rows = ended, read.verified_rows
         plain_ns = self._times.plain_ns(launched.bucket, shape, round_ns, sessions=read.sessions)
         if self._drafter is not None and read.sessions:
-            ends = columns[ReportColumn.TREE_END]
+            own = columns[:, self._drafter.is_drafted[columns[ReportColumn.POOL_ROW]]]
+            ends = own[ReportColumn.TREE_END]
             self._drafter.pace.note_round(
-                hits=int(columns[ReportColumn.ACCEPTED].sum() + np.count_nonzero(ends == TreeEnd.COVERED)),
+                hits=int(own[ReportColumn.ACCEPTED].sum() + np.count_nonzero(ends == TreeEnd.COVERED)),
                 misses=int(np.count_nonzero(ends == TreeEnd.MISSED)),
                 time_ns=round_ns + drafted_ns,
             )

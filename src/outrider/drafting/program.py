@@ -136,7 +136,7 @@ class GrowthProgram:
     Attributes:
         pool: the trees.
         buckets: shapes of steps, by number.
-        times_ns: time of a step of each bucket.
+        times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
         memory: shared with the host.
         lines: L of the largest bucket: rows that a report has room for.
         branching: K.
@@ -184,7 +184,7 @@ class GrowthProgram:
         self.buckets = growth_buckets(
             config, sessions, on_gpu=on_gpu, least_rows=least_rows, committed_rows=committed_rows
         )
-        self.times_ns = [float(bucket.rows) for bucket in self.buckets]
+        self.times_ns = self.reading_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
         self.lines = max(bucket.lines for bucket in self.buckets)
         count = len(shapes)
@@ -455,11 +455,8 @@ class GrowthProgram:
             report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
             self._capture(bucket)
         # Times are for steps without processors.
-        self.times_ns = time_buckets(
-            len(self.buckets),
-            lambda bucket: self._graphs[bucket, False, False].replay(),
-            torch.cuda.Stream(self.device),
-        )
+        self.times_ns = self._time_buckets(reads=False)
+        self.reading_ns = self.times_ns if self._read_logits is None else self._time_buckets(reads=True)
         self._forget_rounds()
         captured = time.perf_counter()
         logger.info(
@@ -504,6 +501,10 @@ class GrowthProgram:
                 with torch.cuda.graph(beginning, **options):
                     found = self._begin(bucket, processes=True)
                 self._hosted[bucket] = beginning, found
+
+    def _time_buckets(self, *, reads: bool) -> list[float]:
+        stream = torch.cuda.Stream(self.device)
+        return time_buckets(len(self.buckets), lambda bucket: self._graphs[bucket, False, reads].replay(), stream)
 
     def _is_hosted(self, bucket: int) -> bool:
         """True if steps with a part of the host run in this bucket: the widest of each number of sessions."""

@@ -22,7 +22,7 @@ from outrider.target_worker.rounds.draft_steps import DraftSteps, RoundRates
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.rounds.round_times import CapturedTimes, Demand
+from outrider.target_worker.rounds.round_times import CapturedTimes, Demand, Floats
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.rounds.step_cost import PrefillAllowance
 from outrider.target_worker.sessions.requests import OpenRequest
@@ -70,6 +70,10 @@ class FixedTimes(CapturedTimes):
         # Without graphs there is one bucket.
         bucket = 0 if len(self._buckets) == 1 else super().plan(gains, demand)[0]
         return bucket, PrefillAllowance(most=min(demand.missing, self._chunk, self._buckets[bucket].prefill))
+
+    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+        # As if a round took a second.
+        return (demand.sessions + gained) / (1e9 + drafted_ns)
 
 
 class FixedSteps(DraftSteps):

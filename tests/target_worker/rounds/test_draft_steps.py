@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
+from outrider.target_worker.rounds.round_times import Floats
 
 MS = 1e6
 
@@ -28,15 +29,14 @@ class World:
     pass_ns: float = 0.0
     chunk: int = 2048
     chunk_ns: float = 3 * MS
-    # Committed tokens of each session that no step has computed.
-    gap: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
 
     def __post_init__(self) -> None:
-        self.gaps = np.full(self.sessions, self.gap)
+        # Committed tokens of each session that no step has computed.
+        self.gaps = np.zeros(self.sessions, np.int64)
 
     def expected_rates(self, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
-        """What the times of rounds let expect: of each number of nodes, and the best of them."""
+        """As `RoundTimes.drafted_rates`: with the best number of nodes."""
         nodes = np.arange(0, self.room + 1) * self.sessions
         accepted = np.minimum(gained[:, None], hit_rate * nodes)
         return ((self.sessions + accepted) / (self.plain_ns + self.node_ns * nodes + drafted_ns[:, None])).max(axis=1)
@@ -74,7 +74,7 @@ class World:
                 step_ns = self.chunk_ns if catches_up else self.times_ns()[number]
                 drafted_ns += step_ns
                 if catches_up:
-                    pace.note_catching_up(step_ns)
+                    pace.note_trial(step_ns - self.times_ns()[number] if pace.is_trial and number == steps - 1 else 0.0)
                 else:
                     pace.note_step(number, expanded=expanded, sessions=self.sessions)
             draws = self.rng.random((self.sessions, MOST_STEPS)) < self.acceptance

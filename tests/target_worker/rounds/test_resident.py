@@ -31,6 +31,7 @@ from outrider.kernels.pool.columns import Pool, RowState
 from outrider.sampling import SpeculationMode
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
+from outrider.target_worker.rounds.draft_steps import DraftSteps
 
 pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]
@@ -162,6 +163,18 @@ def test_the_pace_learns_from_every_step(resident: Resident, reference_model):
     driver.run()
     # Whatever the round before has committed; the first step of a session computes its prompt.
     assert noted.count(0) >= noted.count(2) - 1 > 2
+
+
+def test_short_requests_teach_the_pace_nothing_wrong(checkpoint: Path, draft_folder: Path, reference_model):
+    resident, counts = Resident(checkpoint, draft_folder), list[float]()
+    resident.drafter.pace = DraftSteps()
+    for number, tokens in enumerate([3] * 8 + [60]):
+        spec = replace(GREEDY, max_new_tokens=tokens)
+        driver, rounds, steps = Driver(resident.loop), resident.loop.rounds_read, resident.drafter.steps
+        driver.open(number, spec, plain_decode(reference_model, PROMPT, spec).tokens, no_tree)
+        driver.run()
+        counts.append((resident.drafter.steps - steps) / (resident.loop.rounds_read - rounds))
+    assert counts[-1] > 2
 
 
 def test_log_probabilities_are_those_without_nodes(resident: Resident, reference_model):

@@ -54,6 +54,28 @@ def test_all_nodes_are_wanted_where_trees_have_a_fixed_shape():
         assert (chosen.rows, bool(chosen.prefill)) == (512, bool(missing))
 
 
+def test_behind_growth_steps_the_best_bucket_counts_and_no_more_nodes_than_it_holds():
+    times = times_of([1e6 + 2e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
+    gained, drafted_ns = np.array([0.0, 40.0, 1000.0]), np.array([0.0, 5e5, 1e6])
+    rates = times.drafted_rates(Demand(sessions=64), gained, 0.5, drafted_ns)
+    fitting = [bucket for bucket in BUCKETS if not bucket.prefill and min(bucket.rows, bucket.sessions) >= 64]
+    for rate, most, own_ns in zip(rates, gained, drafted_ns, strict=True):
+        wanted = [(64 + min(most, 0.5 * (bucket.rows - 64))) / (1e6 + 2e4 * bucket.rows + own_ns) for bucket in fitting]
+        assert rate == pytest.approx(max(wanted))
+
+
+def test_without_graphs_growth_steps_wait_until_a_round_is_known_and_nodes_cost_their_rows():
+    times = LearnedTimes(BUCKETS[-1], StepCost(slowdown=0.3, prior_rows=32))
+    demand, gained, drafted_ns = Demand(sessions=4, keys=400), np.array([0.0, 3.0]), np.array([0.0, 1e6])
+    assert not times.drafted_rates(demand, gained, 0.5, drafted_ns).any()
+    for rows in (4, 12, 8, 4, 16, 6) * 4:
+        times.note(0, StepShape(verify_rows=rows, keys=400), int(4e6 + 1e5 * rows), tokens=4)
+    plain, drafted = times.drafted_rates(demand, gained, 0.5, drafted_ns)
+    assert plain == pytest.approx(4 / 4.4e6, rel=0.02)
+    # Two nodes for each that is accepted.
+    assert drafted == pytest.approx(7 / (4.4e6 + 6 * 1e5 + 1e6), rel=0.02)
+
+
 def test_nodes_that_are_never_accepted_stop_widening_rounds():
     times = times_of([1e6 + 2e4 * (bucket.rows + bucket.prefill) for bucket in BUCKETS])
     before, _ = choose(times, sessions=1, worth=0.5)
