@@ -92,7 +92,8 @@ def tiny(recipe: Recipe) -> Recipe:
 def for_target(recipe: Recipe, target: LlamaShape) -> Recipe:
     """Return the recipe for another target than the embedded one: a layer of its own proportions.
 
-    Features are taken near the target's beginning, in the middle and near its end, as EAGLE-3 does.
+    Features are taken near the target's beginning, in the middle and near its end, as EAGLE-3 does. What the embedded
+    target's drafter begins with is no beginning for another's.
     """
     layers = target.num_hidden_layers
     return replace(
@@ -100,4 +101,5 @@ def for_target(recipe: Recipe, target: LlamaShape) -> Recipe:
         shape=replace(target, num_hidden_layers=1),
         taps=(min(2, layers), layers // 2, max(1, layers - 3)),
         windows=replace(recipe.windows, sequence_tokens=1024, batch_sequences=min(recipe.windows.batch_sequences, 16)),
+        begin_with="",
     )
