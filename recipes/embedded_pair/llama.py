@@ -135,6 +135,11 @@ class Llama(nn.Module):
                 fan_in = self.shape.hidden_size
                 nn.init.normal_(parameter, std=0.02 if "embed" in name else fan_in**-0.5)
 
+    def compile_layers(self) -> None:
+        """Have each layer run as compiled code, which is made once for all of them, for each shape of their input."""
+        for layer in self.model.layers:
+            layer.compile(dynamic=False)
+
     def forward(self, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Token ids [N, T] to logits [N, T, V], computed in `dtype`."""
         return functional.linear(self.hidden(tokens, dtype), self.model.embed_tokens.weight.to(dtype))
