@@ -100,6 +100,7 @@ def for_target(recipe: Recipe, target: LlamaShape) -> Recipe:
         recipe,
         shape=replace(target, num_hidden_layers=1),
         taps=(min(2, layers), layers // 2, max(1, layers - 3)),
-        windows=replace(recipe.windows, sequence_tokens=1024, batch_sequences=min(recipe.windows.batch_sequences, 16)),
+        # One token more than rows, of which matrix units like multiples of 8: a conversation has 1,024 tokens.
+        windows=replace(recipe.windows, sequence_tokens=1017, batch_sequences=min(recipe.windows.batch_sequences, 16)),
         begin_with="",
     )
