@@ -47,6 +47,8 @@ def run_loop(
     config = recipe.windows
     optimisers = build_optimisers(head, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay)
     judge = torch.compile(judge_rows, dynamic=False) if config.compile else judge_rows
+    if config.compile:
+        target.compile_layers()
     begin = saved = shown = time.perf_counter()
     for step, (tokens, chosen_at) in enumerate(windows):
         now = time.perf_counter() - begin
@@ -109,20 +111,21 @@ def measure(head: Eagle3, target: Llama, windows: Tensor, recipe: Recipe) -> dic
     output = target.model.embed_tokens.weight.to(dtype)
     sums = torch.zeros(unroll, 2, device=windows.device)
     accepted = roots = 0
-    for tokens in windows[:, None].long():
+    # As many at a time as in the loop: what is compiled is so for that shape.
+    for tokens in windows.long().split(recipe.windows.batch_sequences):
         features, logits = target_rows(target, tokens, head.taps, dtype)
-        p = logits[0, unroll:].float()
+        p = logits[:, unroll:].float()
         embedded = functional.embedding(tokens[:, 1:], target.model.embed_tokens.weight).to(dtype)
         agrees = []
         for step, rows in enumerate(head.unroll(features[:, :-1], embedded, unroll)):
-            q = functional.linear(rows[0], output).float()
+            q = functional.linear(rows, output).float()
             agrees.append(q.argmax(-1) == p.argmax(-1))
-            sums[step, 0] += agrees[-1].float().mean()
-            sums[step, 1] += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).mean()
+            sums[step, 0] += agrees[-1].float().mean(-1).sum()
+            sums[step, 1] += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).mean(-1).sum()
         # Steps look at the same places: those of one root stand one after the other.
-        count = len(p) + 1 - unroll
-        chains = torch.stack([agree[step : step + count] for step, agree in enumerate(agrees)])
-        accepted, roots = accepted + int(chains.cumprod(0).sum()), roots + count
+        count = p.shape[1] + 1 - unroll
+        chains = torch.stack([agree[:, step : step + count] for step, agree in enumerate(agrees)])
+        accepted, roots = accepted + int(chains.cumprod(0).sum()), roots + len(p) * count
     means = (sums / len(windows)).tolist()
     return {
         "held_out": [{"agreement": round(agreement, 4), "overlap": round(overlap, 4)} for agreement, overlap in means],

@@ -92,12 +92,15 @@ def tiny(recipe: Recipe) -> Recipe:
 def for_target(recipe: Recipe, target: LlamaShape) -> Recipe:
     """Return the recipe for another target than the embedded one: a layer of its own proportions.
 
-    Features are taken near the target's beginning, in the middle and near its end, as EAGLE-3 does.
+    Features are taken near the target's beginning, in the middle and near its end, as EAGLE-3 does. What the embedded
+    target's drafter begins with is no beginning for another's.
     """
     layers = target.num_hidden_layers
     return replace(
         recipe,
         shape=replace(target, num_hidden_layers=1),
         taps=(min(2, layers), layers // 2, max(1, layers - 3)),
-        windows=replace(recipe.windows, sequence_tokens=1024, batch_sequences=min(recipe.windows.batch_sequences, 16)),
+        # One token more than rows, of which matrix units like multiples of 8: a conversation has 1,024 tokens.
+        windows=replace(recipe.windows, sequence_tokens=1017, batch_sequences=min(recipe.windows.batch_sequences, 16)),
+        begin_with="",
     )

@@ -136,8 +136,8 @@ def _digest(values: Tensor) -> str:
 
 
 def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Text:
-    """Return conversations that recipes/smollm2/train.py has had a target write; each is a window."""
-    tokens, chosen_at = read_shards(folder, device)
+    """Return conversations that recipes/smollm2/train.py has had a target write; each one's beginning is a window."""
+    tokens, chosen_at = (each[:, : recipe.windows.sequence_tokens] for each in read_shards(folder, device))
     after = chosen_at.roll(-1, 1).long()
     # A token that nobody chose: as in a text that others have written.
     after = torch.where(after == NO_ANSWER, 100, after)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from decode_attention import decode_attention
 from llama import Llama, project, rotary_tables, rotate
 from torch import Tensor
 from torch.nn import functional
@@ -50,8 +51,7 @@ def next_logits(model: Llama, tokens: Tensor, begin: int, cache: KvCache) -> Ten
         query, key = rotate(heads(attention.q_proj), cos, sin), rotate(heads(attention.k_proj), cos, sin)
         cache.keys[index, :, :, begin:end] = key
         cache.values[index, :, :, begin:end] = heads(attention.v_proj)
-        held = cache.keys[index, :, :, :end], cache.values[index, :, :, :end]
-        mixed = _attend(query, *held, causal=tokens.shape[1] > 1)
+        mixed = _attend(query, cache.keys[index], cache.values[index], end)
         x = x + project(mixed.transpose(1, 2).flatten(2), attention.o_proj)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     last = model.model.norm(x[:, -1:])[:, 0]
@@ -60,17 +60,16 @@ def next_logits(model: Llama, tokens: Tensor, begin: int, cache: KvCache) -> Ten
 
 def choose(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
     """Return a token [N] for each row of logits [N, V], drawn at its temperature [N, 1]; 0 takes the most likely."""
-    noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
-    return (logits + temperature * noise).argmax(-1)
+    # Gumbel noise is minus the logarithm of exponential noise; in as few passes over all columns as torch needs.
+    noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+    return torch.addcmul(logits, temperature, noise, value=-1).argmax(-1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-    """[N, H, T, D]; keys and values are [N, K, L, D]."""
-    group = query.shape[1] // key.shape[1]
-    if causal:
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    # One row a sequence: the query heads of a key head are the rows of one product.
-    rows = query.transpose(1, 2).unflatten(2, (-1, group)).squeeze(1)
-    weights = (rows @ key.mT * key.shape[-1] ** -0.5).float().softmax(-1).to(query.dtype)
-    return (weights @ value).flatten(1, 2)[:, :, None]
+def _attend(query: Tensor, keys: Tensor, values: Tensor, end: int) -> Tensor:
+    """Causal attention of the last tokens before `end`, [N, H, T, D], to a layer's cache; all others stand before."""
+    group = query.shape[1] // keys.shape[1]
+    if query.shape[2] == 1:
+        rows = query.squeeze(2).unflatten(1, (-1, group))
+        return decode_attention(rows, keys, values, end).flatten(1, 2)[:, :, None]
+    key, value = (cache[:, :, :end].repeat_interleave(group, 1) for cache in (keys, values))
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)

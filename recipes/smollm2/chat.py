@@ -6,8 +6,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from outrider.coordinator.bench.prompts import DEFAULT_FILE, read_prompts
 
 
@@ -35,6 +33,8 @@ def read_chat_prompts(model: Path, file: Path = DEFAULT_FILE) -> list[ChatPrompt
         model: checkpoint folder with tokenizer and chat template.
         file: JSON lines, as `outrider bench` reads them; every entry has messages.
     """
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     return [
         ChatPrompt(

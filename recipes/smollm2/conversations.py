@@ -7,17 +7,23 @@ text. A drafter serves on such text: what the model says at the temperatures at 
 Shapes: N sequences, T tokens, S scripts (tokens that are put in), F tokens of the longest.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from generation import KvCache, choose, next_logits
 from llama import Llama
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # In place of a temperature: no token of an answer.
 NO_ANSWER = 255
@@ -64,7 +70,7 @@ class ChatFormat:
     openings: list[list[int]]
 
 
-def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+def chat_format(tokenizer: "PreTrainedTokenizerBase") -> ChatFormat:
     """Return the format that a tokenizer's chat template has; the openings are those of openings.txt.
 
     Raises:
@@ -146,7 +152,7 @@ def write_conversations(
 
 
 def unlike_prompts(
-    tokens: Tensor, tokenizer: PreTrainedTokenizerBase, messages: Sequence[str], *, characters: int = 48
+    tokens: Tensor, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[str], *, characters: int = 48
 ) -> Tensor:
     """Return [N] bool: which of the conversations [N, T] have no message's beginning in them."""
     beginnings = [message[:characters] for message in messages]
@@ -156,7 +162,7 @@ def unlike_prompts(
 
 def write_shards(
     model: Llama,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     config: ConversationConfig,
     *,
@@ -198,7 +204,9 @@ def write_shards(
                     chosen_at=chosen_at[kept].numpy().astype(np.uint8),
                 )
             unfinished.rename(file)
-            longest_s = max(longest_s, time.perf_counter() - begun)
+            taken_s = time.perf_counter() - begun
+            longest_s = max(longest_s, taken_s)
+            logger.info("round %d: %d conversations in %.1f s", number, int(kept.sum()), taken_s)
         number += 1
     return True
 

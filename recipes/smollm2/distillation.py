@@ -60,7 +60,10 @@ def distillation_loss(
         judge: `judge_rows`, perhaps compiled.
     """
     dtype = compute_dtype(tokens.device)
-    rows = answer_rows(chosen_at, max(1, int(row_share * tokens[:, 1:].numel())))
+    count = max(1, int(row_share * tokens[:, 1:].numel()))
+    # Of one size, for which the judge is compiled once.
+    size = count // -(-count // _CHUNK_ROWS)
+    rows = answer_rows(chosen_at, count - count % size)
     at = chosen_at[:, 1:].flatten()[rows]
     temperature = row_temperatures(torch.where(at == NO_ANSWER, 100, at))
     with torch.no_grad():
@@ -71,8 +74,8 @@ def distillation_loss(
         towards, of_output = torch.empty_like(drafted), torch.zeros(reads.shape, device=reads.device)
         kl = variation = torch.zeros((), device=tokens.device)
         # By hand, in chunks: logits of all rows at once, kept for a backward pass, would take most of a GPU's memory.
-        for begin in range(0, len(rows), _CHUNK_ROWS):
-            chunk = slice(begin, begin + _CHUNK_ROWS)
+        for begin in range(0, len(rows), size):
+            chunk = slice(begin, begin + size)
             own_kl, own_variation, gradient = judge(
                 drafted[chunk] @ reads.mT, wanted[chunk] @ output.mT, temperature[chunk]
             )
@@ -139,8 +142,12 @@ def distil(
         logger.info("going on after %d steps", begin)
     else:
         start_embedding(draft, target)
-    # The judge alone is worth compiling: it makes one pass over logits of what would be a dozen.
+    # What is compiled is small and used often: the judge makes one pass over logits of what would be a dozen, and all
+    # layers of a model share their code.
     judge = torch.compile(judge_rows, dynamic=False) if config.compile else judge_rows
+    if config.compile:
+        draft.compile_layers()
+        target.compile_layers()
 
     def losses(tokens: Tensor, chosen_at: Tensor) -> dict[str, Tensor]:
         return distillation_loss(draft, target, tokens, chosen_at, row_share=row_share, judge=judge)

@@ -23,14 +23,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[1:1] = [str(ROOT / "recipes" / "embedded_pair")]
 
-from acceptance import measure_acceptance  # noqa: E402 the pair's recipe must be found first
-from chat import read_chat_prompts  # noqa: E402
+from chat import read_chat_prompts  # noqa: E402 the pair's recipe must be found first
 from conversations import ConversationConfig, read_shards, write_shards  # noqa: E402
 from distillation import distil, measure_overlap, trained_draft  # noqa: E402
 from export import SpecialTokens, load_checkpoint, save_weights, shape_of_checkpoint  # noqa: E402
 from llama import Llama, LlamaShape  # noqa: E402
 from training import TrainingConfig, compute_dtype, new_model  # noqa: E402
-from transformers import AutoTokenizer, GenerationConfig  # noqa: E402
 
 logger = logging.getLogger("train")
 
@@ -115,6 +113,8 @@ class Workplace:
 
 def write_text(recipe: Recipe, place: Workplace) -> bool:
     """Have the target write conversations."""
+    from transformers import AutoTokenizer
+
     messages = [message for prompt in read_chat_prompts(place.target) for message in prompt.messages]
     return write_shards(
         place.load_target(),
@@ -146,6 +146,8 @@ def train(recipe: Recipe, place: Workplace) -> bool:
 
 def export(recipe: Recipe, place: Workplace) -> bool:
     """Write the draft as a checkpoint in bfloat16, as trained so far."""
+    from transformers import GenerationConfig
+
     folder = place.work / "draft"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -160,6 +162,8 @@ def export(recipe: Recipe, place: Workplace) -> bool:
 
 def report(recipe: Recipe, place: Workplace) -> bool:
     """Measure the exported draft on held-out conversations, and through the service on the benchmark's prompts."""
+    from acceptance import measure_acceptance
+
     folder, on_gpu = place.work / "draft", place.device.type == "cuda"
     tokens, chosen_at = (each[: recipe.held_out] for each in read_shards(place.work / "text", place.device))
     draft = load_checkpoint(folder, shape_of_checkpoint(folder), place.device)

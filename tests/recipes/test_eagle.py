@@ -192,8 +192,9 @@ def test_acceptance_is_that_of_the_rounds(recipe: Any) -> None:
     assert 2 < found <= 4
 
 
-def test_a_head_for_another_target(recipe: Any, tmp_path: Path) -> None:
-    """A target of SmolLM2's proportions and conversations in its recipe's files: a head that the engine loads."""
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_a_drafter_for_another_target(recipe: Any, tmp_path: Path, kind: str) -> None:
+    """A target of SmolLM2's proportions and conversations in its recipe's files: a drafter that the engine loads."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=5, num_attention_heads=3,
         num_key_value_heads=1, head_dim=16, bos_token_id=7, eos_token_id=8, tie_word_embeddings=True,
@@ -207,14 +208,17 @@ def test_a_head_for_another_target(recipe: Any, tmp_path: Path) -> None:
     work = tmp_path / "work"
     places = {"--target": tmp_path / "target", "--conversations": tmp_path / "text", "--work": work}
     options = [str(word) for pair in places.items() for word in pair]
+    options += ["--block"] if kind == "block" else []
     recipe.main(["--tiny", *options, "--device", "cpu", "--seconds", "0.1"])
     report = json.loads((work / "report.json").read_text())
     assert report["steps"] >= 1
+    assert report["recipe"]["begin_with"] == ""
     assert report["written_tokens"] == (12 - report["recipe"]["measured"]) * 24
     assert json.loads((work / "head" / "config.json").read_text())["eos_token_id"] == 8
     table = torch.zeros(VOCAB, 48)
     head = load_eagle_head(work / "head", embedding=table, output=table, target_layers=5, max_positions=64)
     assert (head.taps, head.kv_heads, head.head_dim) == ((2, 2, 2), 1, 16)
+    assert isinstance(head, BlockHead) == (kind == "block")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.25])

@@ -24,6 +24,8 @@ _ARCHITECTURE, _STRING = "general.architecture", 8
 # Bytes of a value, by the number of its type; strings and lists have no fixed size.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MOST_TEXT = 1 << 16
+# What a tokenizer's special tokens are called: by transformers, and in a file.
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def cache_folder() -> Path:
@@ -140,10 +142,28 @@ def _write(file: Path, folder: Path) -> None:
             use_safetensors=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **place, trust_remote_code=False)
+        _take_special_tokens(tokenizer, file)
     except Exception as error:  # what the library raises for a broken file is of any kind
         raise CheckpointError(f"{file}: no model can be read from it: {' '.join(str(error).split())[:300]}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _take_special_tokens(tokenizer: Any, file: Path) -> None:
+    """Give the tokenizer the special tokens that the file names.
+
+    Some versions of transformers put the tokenizer class's own in their place: with 5.17 SmolLM2's turns would end with
+    the token that begins them.
+    """
+    import gguf
+
+    fields = gguf.GGUFReader(file).fields
+    for name, in_file in _SPECIAL.items():
+        field = fields.get(f"tokenizer.ggml.{in_file}_token_id")
+        if field is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(field.contents())))
+            # Those versions would also write the number of the one before.
+            tokenizer.init_kwargs.pop(f"{name}_id", None)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ gguf: Any = pytest.importorskip("gguf", reason="the extra gguf is not installed"
 pytest.importorskip("accelerate", reason="the extra gguf is not installed")
 
 ROPE_THETA = 20_000.0
-TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "ba"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 _NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -61,9 +61,11 @@ def write(file: Path, model: LlamaForCausalLM, kind: Any) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * len(TOKENS))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "b a"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    writer.add_unk_token_id(2)
+    writer.add_pad_token_id(3)
     writer.add_chat_template(TEMPLATE)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -111,6 +113,8 @@ def test_logits_are_those_that_transformers_gives_of_the_file(tmp_path: Path, ki
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer.encode("some text", add_special_tokens=False)) == "some text"
     assert tokenizer.chat_template == TEMPLATE
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id)
+    assert special == (0, 1, 2, 3)
 
 
 def test_a_file_is_read_once_and_another_of_its_name_anew(tmp_path: Path):
