@@ -32,7 +32,7 @@ from outrider.models import (
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.rounds.config import RoundConfig
-from outrider.target_worker.rounds.draft_steps import DraftSteps
+from outrider.target_worker.rounds.draft_steps import DraftSteps, RoundRates
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.round_times import LearnedTimes
@@ -49,9 +49,9 @@ class GivenSteps(DraftSteps):
         super().__init__()
         self._given = steps
 
-    def choose(self, sessions: int) -> int:
+    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates) -> int:
         """See `DraftSteps`."""
-        return self._given if sessions else 0
+        return self._given
 
 
 class AllNodes(LearnedTimes):

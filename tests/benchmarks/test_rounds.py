@@ -25,7 +25,8 @@ def test_every_figure_of_every_mode_is_there(tmp_path: Path):
     assert run([*options, "--timeline", str(picture), "--output", str(results)]) == 0
     document = json.loads(results.read_text())
     assert document["command"].startswith("python benchmarks/rounds --sessions 2")
-    assert document["start_up"]["warm_up_s"] > 0
+    # Next to nothing where an earlier test has compiled what rounds need.
+    assert 0 <= document["start_up"]["warm_up_s"] < 600
     assert [cell["mode"] for cell in document["cells"]] == ["off", "replay"]
     for cell in document["cells"]:
         assert cell["rounds"] >= 4

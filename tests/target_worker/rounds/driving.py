@@ -84,7 +84,7 @@ class FixedSteps(DraftSteps):
         self.steps = steps
 
     def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates) -> int:
-        return self.steps if sessions else 0
+        return self.steps
 
 
 _ROUNDS: dict[str, Any] = {"max_step_rows": 64, "max_session_rows": 16, "max_prefill_tokens": 64, "capacity": 64}
