@@ -11,7 +11,7 @@
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas arriving one-gpu
@@ -143,10 +143,11 @@ for name in "$@"; do
         vllm) widened target 8b
             widened draft 160m
             for draft_tokens in 0 2 4 8; do
-                vllm 0 "$draft_tokens" & vllm 1 "$draft_tokens"
-                wait
+                (failed=0; vllm 0 "$draft_tokens"; exit $failed) & first=$!
+                vllm 1 "$draft_tokens"
+                wait $first || failed=1
             done ;;
-        *) echo "$name is none of the names above; see benchmarks/gpu.sh" >&2; exit 2 ;;
+        *) echo "unknown part: $name; run without arguments for the list" >&2; exit 2 ;;
     esac
 done
 exit $failed

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ _THREADS = 8
 
 @contextmanager
 def compiling_threads() -> Iterator[ThreadPoolExecutor]:
-    """Yield threads that may launch kernels for the first time; so may the caller's, meanwhile.
+    """Yield threads that may launch kernels for the first time; the calling thread may do so, too.
 
-    Triton makes what launches a kernel as it is launched first, and is not meant for several threads there:
+    Triton builds a kernel's launcher at its first launch, without locks:
 
     - A second thread may find a launcher whose kernel is not loaded yet. Here it waits.
     - Before 3.7 the launchers of all kernels are modules of one name. Python keeps one module of a name, so that a
@@ -28,10 +27,10 @@ def compiling_threads() -> Iterator[ThreadPoolExecutor]:
 
     kernel_type: Any = compiler.CompiledKernel
     run, load = kernel_type.run, build._load_module_from_path
-    locks, numbers = defaultdict[int, threading.Lock](threading.Lock), itertools.count()
+    locks, numbers = dict[int, threading.Lock](), itertools.count()
 
     def run_when_loaded(kernel: Any) -> Any:
-        with locks[id(kernel)]:
+        with locks.setdefault(id(kernel), threading.Lock()):
             return run.fget(kernel)
 
     def load_apart(name: str, path: str) -> ModuleType:

@@ -10,24 +10,29 @@ set -eu
 [ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 work=$1 minutes=${2:-20} python=${PYTHON:-python} recipes=$(cd "$(dirname "$0")/.." && pwd)
 
-# of SHARE UNIT: so much of the time, in units of so many minutes
-of() { awk "BEGIN { printf \"%.2f\", $minutes * $1 / $2 }"; }
+minutes_of() {
+    LC_ALL=C awk "BEGIN { printf \"%.2f\", $minutes * $1 }"
+}
+
+seconds_of() {
+    LC_ALL=C awk "BEGIN { printf \"%d\", 60 * $minutes * $1 }"
+}
 
 # unfinished COMMAND...: what it has got done in its time is enough
 unfinished() {
-    "$@" || [ $? -eq 1 ]
+    "$@" || [ $? -eq 75 ]
 }
 
-head() {
+train_head() {
     folder=$1
     shift
     "$python" "$recipes/eagle/train.py" --target "$work/target" --conversations "$work/text" --work "$work/$folder" "$@"
 }
 
 [ -d "$work/target" ] || "$python" "$recipes/smollm2/fetch.py" "$work/target"
-unfinished "$python" "$recipes/smollm2/train.py" --work "$work" --stages text --sequences 4096 --minutes "$(of 0.2 1)"
-unfinished "$python" "$recipes/smollm2/train.py" --work "$work" --stages train --minutes "$(of 0.28 1)"
+unfinished "$python" "$recipes/smollm2/train.py" --work "$work" --stages text --sequences 4096 --minutes "$(minutes_of 0.2)"
+unfinished "$python" "$recipes/smollm2/train.py" --work "$work" --stages train --minutes "$(minutes_of 0.28)"
 "$python" "$recipes/smollm2/train.py" --work "$work" --stages export
-head eagle --seconds "$(of 0.22 0.016667)"
-head block --block --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(of 0.17 0.016667)"
+train_head eagle --seconds "$(seconds_of 0.22)"
+train_head block --block --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(seconds_of 0.17)"
 "$python" "$recipes/smollm2/train.py" --work "$work" --stages report

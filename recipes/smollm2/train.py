@@ -4,8 +4,8 @@
     python recipes/smollm2/train.py --work WORK
 
 The stages can run one by one (`--stages text train export report`), and each goes on where it has stopped: with
-`--minutes M` the command ends in time, with exit status 1 while something is left to do, and the same command does more
-of it. Stages text and train want a GPU.
+`--minutes M` the command ends in time, with exit status 75 while something is left to do, and the same command goes on
+with it. Stages text and train want a GPU.
 """
 
 import argparse
@@ -34,7 +34,8 @@ logger = logging.getLogger("train")
 
 STAGES = ("text", "train", "export", "report")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-UNFINISHED = 1
+# As sysexits.h has it: try again later.
+UNFINISHED = 75
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,6 @@ from outrider.target_worker.rounds.session import Session
 
 # Rounds whose steps are launched, and not read: the one under way and the next.
 _ROUNDS_AHEAD = 2
-# Share of a step's time in the average by which buckets are chosen.
-_TIME_SHARE = 0.02
 # Rows of committed tokens beyond the usual by which a step is one that catches up.
 _CATCH_UP_ROWS = 256
 
@@ -198,13 +196,18 @@ class ResidentProgram(GrowthProgram):
 
 
 class _Step(NamedTuple):
-    """A launched step: its number in the round, its bucket, drafted sessions that the round verifies, and, of a step
-    that is one more than pays, the time to expect.
+    """A launched step.
+
+    Attributes:
+        number: in its round.
+        bucket: that it runs in.
+        verified: drafted sessions that the round verifies.
+        trial_ns: of a step that is one more than pays, the time to expect.
     """
 
     number: int
     bucket: int
-    sessions: int
+    verified: int
     trial_ns: float | None
 
 
@@ -251,8 +254,9 @@ class ResidentModel:
         self._committed_rows, self._times = draft.committed_rows, StepTimes()
         # Steps that are not read, oldest first.
         self._under_way: deque[_Step] = deque()
-        # Before the next round's steps there were none; and the steps of the round that is read are like those to come.
-        self._has_rested, self._is_usual = True, False
+        # Rounds since the last one with steps, at the start many; and whether steps of the round that is read had
+        # anything to do.
+        self._rested, self._has_begun = SHORT_GAP, False
         self._read = 0
         # By row.
         self.is_drafted = np.zeros(pool.sessions, np.bool_)
@@ -319,43 +323,56 @@ class ResidentModel:
             and (session.is_prefilled or not self._regrows)
         ]
         program, verified = self._program, sum(session.is_running or session.is_entering for session in sessions)
-        expected_ns: list[float] = []
+        expected_ns = self._expected_ns(verified)
+        # Beside prompts alone the drafter computes its own.
         count, is_trial = min(len(sessions), 1), False
         if verified:
-            expected_ns = self._expected_ns(verified)
             count, is_trial = self.pace.choose(verified, expected_ns, rates), self.pace.is_trial
         count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in sessions)
         for number in range(count):
             bucket = self._bucket(number, len(sessions))
-            if self._has_rested and number == 0:
-                # What was committed meanwhile may fit no other.
-                bucket = len(program.buckets) - 1
             program.launch(bucket, processes=processes, is_first=number == 0)
-            trial_ns = expected_ns[number] if is_trial and expected_ns and number == count - 1 else None
+            trial_ns = expected_ns[number] if is_trial and number == count - 1 else None
             self._under_way.append(_Step(number, bucket, verified, trial_ns))
-        self._has_rested = not count
+            self._rested = 0
+        self._rested += not count
         return count
 
+    def _reads(self, number: int) -> bool:
+        """True if a step of this number reads the logits of the round's first one."""
+        return self._block is not None and number > 0
+
     def _bucket(self, number: int, sessions: int) -> int:
-        """Return the bucket of a round's step: by what the last one like it needed, if the load was about the same."""
-        gains, roots, before = self._early[number]
+        """Return the bucket of a round's step."""
+        program, (gains, roots, before) = self._program, self._early[number]
+        if self._rested and number == 0:
+            # Tokens committed since the last step may fit no smaller one.
+            rows = (1 + self._rested) * self._committed_rows
+            return program.holding(rows * sessions, sessions) if rows <= SHORT_GAP else len(program.buckets) - 1
+        # What the last step like it needed counts if the load was about the same.
         if before <= 2 * sessions <= 4 * before:
-            return self._program.choose(gains, roots, sessions)
+            found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
+            if program.buckets[found].sessions >= sessions:
+                return found
+        return self._usual_bucket(number, sessions)
+
+    def _usual_bucket(self, number: int, sessions: int) -> int:
+        """Return a bucket that holds what so many sessions have committed in a round, or a node of each."""
         return self._program.holding((1 if number else self._committed_rows) * sessions, sessions)
 
     def _expected_ns(self, sessions: int) -> list[float]:
         """Return the times of a round's steps to expect; none before anything is known."""
         found: list[float] = []
         for number in range(MOST_STEPS):
-            bucket = self._bucket(number, sessions)
+            bucket = self._usual_bucket(number, sessions) if self._rested else self._bucket(number, sessions)
             if bucket == len(self._program.buckets) - 1:
                 # The bucket of prompts, and of what has to be caught up with.
-                bucket = self._program.holding(self._committed_rows * sessions, sessions)
-            own_ns = self._times.expected_ns(bucket, sessions, reads=self._block is not None and number > 0)
-            if own_ns is None:
+                bucket = self._usual_bucket(number, sessions)
+            step_ns = self._times.expected_ns(bucket, sessions, reads=self._reads(number))
+            if step_ns is None:
                 return []
-            found.append(own_ns)
+            found.append(step_ns)
         return found
 
     def read(self, count: int) -> int:
@@ -374,26 +391,27 @@ class ResidentModel:
         self._read += 1
         assert report[0] == self._read, f"step {self._read} was to be read, {report[0]} has been written"
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
-        rows, _, lines, _, began, ended, _ = counts
+        rows, _, lines, free_slots, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        self._early[step.number] = gains, min(needed, in_step), in_step
+        # Gains say nothing where a session waits for more slots than there are.
+        self._early[step.number] = gains, min(needed, in_step), in_step if needed <= rows + free_slots else 0
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1
-            program.times_ns[step.bucket] += _TIME_SHARE * (step_ns - program.times_ns[step.bucket])
             columns = words.view(np.int32).copy()
             (grown_rows, _, grown), _, _ = self._expansions.read(columns, lines, self._is_counted, self._ids_used)
             np.add.at(self._grown, grown_rows, grown)
             roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
             expanded = roots + max(int(gains[step.bucket]), 0) / GAIN_SCALE
         if not step.number:
-            usual_rows = min(self._committed_rows * step.sessions + _CATCH_UP_ROWS, SHORT_GAP * step.sessions)
-            self._is_usual = min(rows, step.sessions) > 0 and needed <= usual_rows
-        if self._is_usual:
-            self.pace.note_step(step.number, expanded=expanded, sessions=step.sessions)
-            reads = self._block is not None and step.number > 0
-            self._times.note(step.bucket, step.sessions, step_ns, reads=reads)
-        elif step.trial_ns is not None:
+            # Else its sessions are not open yet.
+            self._has_begun = step.verified > 0 and (rows or needed) > 0
+        usual_rows = min(self._committed_rows * step.verified + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
+        if self._has_begun and min(needed, rows) <= usual_rows:
+            self.pace.note_step(step.number, expanded=expanded, sessions=step.verified)
+            if rows:
+                self._times.note(step.bucket, step.verified, step_ns, reads=self._reads(step.number))
+        if step.trial_ns is not None:
             self.pace.note_trial(step_ns - step.trial_ns)
         return step_ns
 

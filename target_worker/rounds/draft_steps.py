@@ -43,7 +43,7 @@ class DraftSteps:
         most: steps before a round.
 
     Attributes:
-        is_trial: whether the last of the steps that were chosen last is one more than pays.
+        is_trial: whether the last choice has one step more than pays.
     """
 
     def __init__(self, most: int = MOST_STEPS) -> None:
@@ -64,17 +64,19 @@ class DraftSteps:
         self.is_trial = False
         if not times_ns:
             return min(_FIRST_STEPS, self._most)
-        hit_rate, own_ns = self._hits / self._places, np.array(times_ns[: self._most])
-        gained, drafted_ns = hit_rate * sessions * _sums(self._values), _sums(own_ns)
-        count = int(rates(gained, hit_rate, drafted_ns).argmax())
+        hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self._most])
+        gained = hit_rate * sessions * _sums(self._values)
+        count = int(rates(gained, hit_rate, _sums(steps_ns)).argmax())
         if count == self._most:
+            self._trial_rounds = 0
             return count
-        self._saved_ns = min(self._saved_ns, 2 * _TRIAL_ROUNDS * float(own_ns.max()))
-        if not self._trial_rounds and self._saved_ns >= _TRIAL_ROUNDS * own_ns[count]:
+        most_ns = 2 * _TRIAL_ROUNDS * float(steps_ns.max())
+        self._saved_ns = min(max(self._saved_ns, -most_ns), most_ns)
+        if not self._trial_rounds and self._saved_ns >= _TRIAL_ROUNDS * steps_ns[count]:
             self._trial_rounds = _TRIAL_ROUNDS
         if self._trial_rounds:
             self._trial_rounds -= 1
-            self._saved_ns -= own_ns[count]
+            self._saved_ns -= steps_ns[count]
             self.is_trial = True
             count += 1
         return count
@@ -90,7 +92,7 @@ class DraftSteps:
         self._values[number] += _STEP_SHARE * (expanded / sessions - self._values[number])
 
     def note_trial(self, excess_ns: float) -> None:
-        """Take note of a trial's step that has taken longer than expected, since it had to catch up."""
+        """Take note of how much longer than expected a trial's step has taken: it may have had to catch up."""
         self._saved_ns -= max(excess_ns, 0.0)
 
     def note_round(self, *, hits: int, misses: int, time_ns: float) -> None:

@@ -285,19 +285,23 @@ class GrowthProgram:
         if self._side is not None:
             self._side.synchronize()
 
-    def choose(self, gains: npt.NDArray[np.int64], roots: int, sessions: int) -> int:
+    def choose(
+        self, gains: npt.NDArray[np.int64], roots: int, sessions: int, times_ns: Sequence[float] | None = None
+    ) -> int:
         """Return the bucket of the next step: the one that expands the most value in its time.
 
         Args:
             gains: [B] int64, what each bucket would have expanded; -1 where sessions do not fit.
             roots: roots that are expanded in any case.
             sessions: open ones. Where nothing is left to expand, commits to all of them come next.
+            times_ns: [B] of steps; default those of the buckets' graphs.
         """
+        times_ns = times_ns or self.times_ns
         if not roots and not gains.any():
             return self.holding(2 * sessions, sessions)
         best, best_rate = len(gains) - 1, 0.0
         for bucket, gain in enumerate(gains.tolist()):
-            rate = (gain / GAIN_SCALE + roots) / self.times_ns[bucket] if gain >= 0 else -1.0
+            rate = (gain / GAIN_SCALE + roots) / times_ns[bucket] if gain >= 0 else -1.0
             if rate > best_rate:
                 best, best_rate = bucket, rate
         return best

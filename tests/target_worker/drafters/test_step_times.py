@@ -15,6 +15,14 @@ def test_captured_times_are_known_and_follow_what_steps_take():
     assert times.expected_ns(1, 64, reads=True) == 40
 
 
+def test_buckets_are_chosen_by_the_same_times():
+    times = StepTimes([100.0, 400.0], [10.0, 40.0])
+    times.note(1, 64, 1400, reads=False)
+    assert times.of_buckets(reads=False) == [100, 500]
+    assert times.of_buckets(reads=True) == [10, 40]
+    assert StepTimes().of_buckets(reads=False) == []
+
+
 def test_without_graphs_steps_are_alike_by_their_sessions_and_the_first_is_left_out():
     times = StepTimes()
     assert times.expected_ns(0, 4, reads=False) is None

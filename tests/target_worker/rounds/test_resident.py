@@ -31,7 +31,7 @@ from outrider.kernels.pool.columns import Pool, RowState
 from outrider.sampling import SpeculationMode
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
-from outrider.target_worker.rounds.draft_steps import DraftSteps
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
 
 pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]
@@ -63,9 +63,12 @@ def draft_folder(
 class Resident:
     """Rounds with a drafter beside the target."""
 
-    def __init__(self, checkpoint: Path, draft_folder: Path, *, steps: int = 3, **overrides: Any) -> None:
+    def __init__(
+        self, checkpoint: Path, draft_folder: Path, *, steps: int = 3, slots: int | None = None, **overrides: Any
+    ) -> None:
         runner = make_runner(checkpoint, **overrides)
         self.draft = load_draft(runner, draft_folder)
+        self.draft = self.draft if slots is None else replace(self.draft, num_slots=slots)
         self.loop, self.program = rounds_of(runner, draft=self.draft, **overrides)
         assert self.program.drafter is not None
         self.drafter: ResidentModel = self.program.drafter
@@ -175,6 +178,30 @@ def test_short_requests_teach_the_pace_nothing_wrong(checkpoint: Path, draft_fol
         driver.run()
         counts.append((resident.drafter.steps - steps) / (resident.loop.rounds_read - rounds))
     assert counts[-1] > 2
+
+
+def test_where_the_drafter_has_too_few_slots_steps_end_and_come_back(
+    checkpoint: Path, draft_folder: Path, reference_model
+):
+    resident = Resident(checkpoint, draft_folder, slots=len(PROMPT) + 30)
+    resident.drafter.pace, wanted = DraftSteps(), plain_decode(reference_model, PROMPT, GREEDY).tokens
+    driver = Driver(resident.loop)
+    long = [*PROMPT, *wanted, *PROMPT, *wanted][:60]
+    driver.open(1, replace(GREEDY, max_new_tokens=40), [], no_tree, prompt=long)
+    before = resident.drafter.steps
+    while resident.loop.has_work:
+        resident.loop.turn()
+    assert resident.drafter.steps == before
+
+    def steps(pace: DraftSteps) -> int:
+        return pace.choose(1, [1e8] * MOST_STEPS, lambda gained, _, drafted_ns: (1 + gained) / (1e9 + drafted_ns))
+
+    # One more than none is tried.
+    assert steps(resident.drafter.pace) < 2 < steps(DraftSteps())
+    driver.open(2, GREEDY, wanted, no_tree)
+    driver.run()
+    assert driver.decoded[2].tokens == wanted
+    assert accepted(driver, 2) > 0
 
 
 def test_log_probabilities_are_those_without_nodes(resident: Resident, reference_model):
