@@ -18,8 +18,7 @@ noticed.
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
-from outrider.target_worker.rounds.round_times import Floats
+import numpy.typing as npt
 
 # Steps before a round: at most, and before anything was measured.
 MOST_STEPS, _FIRST_STEPS = 8, 4
@@ -32,6 +31,7 @@ _PRIOR_DECAY, _PRIOR_HITS = 0.8, 0.6
 # Part of the rounds' time for steps that are not known to pay, and rounds of a trial: the first may have to catch up.
 _EXPLORED, _TRIAL_ROUNDS = 0.01, 3
 
+Floats = npt.NDArray[np.float64]
 RoundRates = Callable[[Floats, float, Floats], Floats]
 """Expected tokens a nanosecond: given accepted nodes, hit rate and time of the steps, for each number of steps."""
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, Bucket
+from outrider.target_worker.rounds.draft_steps import Floats
 from outrider.target_worker.rounds.step_cost import PrefillAllowance, StepCost, StepShape
 
-Floats = npt.NDArray[np.float64]
 # Share of a round in the averages: of what it takes beyond its bucket's time, of tokens and time, of acceptance.
 _BEYOND_SHARE, _RATE_SHARE, _RATIO_SHARE = 0.05, 0.1, 0.01
 # Forgetting factor of the fit of prompt attention time, and the (row, key) pairs below which a round says nothing.

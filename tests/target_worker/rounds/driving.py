@@ -18,11 +18,11 @@ from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.drafters.model import DraftModel
 from outrider.target_worker.rounds.buckets import Bucket
 from outrider.target_worker.rounds.config import RoundConfig
-from outrider.target_worker.rounds.draft_steps import DraftSteps, RoundRates
+from outrider.target_worker.rounds.draft_steps import DraftSteps, Floats, RoundRates
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.rounds.round_times import CapturedTimes, Demand, Floats
+from outrider.target_worker.rounds.round_times import CapturedTimes, Demand
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.rounds.step_cost import PrefillAllowance
 from outrider.target_worker.sessions.requests import OpenRequest

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
-from outrider.target_worker.rounds.round_times import Floats
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats
 
 MS = 1e6
 
