@@ -1,9 +1,12 @@
 """Expected times of a resident drafter's growth steps."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 # Share of the newest step in an average.
 _SHARE = 0.1
+# Without graphs: steps of a kind before their average is believed, for the first ones meet a machine that gets ready.
+_BELIEVED = 16
 
 
 class StepTimes:
@@ -19,15 +22,14 @@ class StepTimes:
     def __init__(self, captured_ns: Sequence[float] = (), reading_ns: Sequence[float] = ()) -> None:
         self._by_bucket = list(captured_ns), list(reading_ns)
         self._by_sessions: dict[tuple[bool, int], float] = {}
-        # Without graphs the first step of a kind compiles: it is left out.
-        self._compiled = set[tuple[bool, int]]()
+        self._counts = Counter[tuple[bool, int]]()
 
     def of_buckets(self, *, reads: bool) -> list[float]:
         """Return the times [B] of all buckets; none without graphs."""
         return self._by_bucket[reads]
 
     def expected_ns(self, bucket: int, sessions: int, *, reads: bool) -> float | None:
-        """Return the time of a step; None if there was none like it.
+        """Return the time of a step; None while too few were like it.
 
         Args:
             bucket: that it runs in.
@@ -36,8 +38,9 @@ class StepTimes:
         """
         if self._by_bucket[0]:
             return self._by_bucket[reads][bucket]
-        passes_ns = self._by_sessions.get((False, sessions.bit_length()))
-        return self._by_sessions.get((reads, sessions.bit_length()), passes_ns)
+        count = sessions.bit_length()
+        kind = reads and self._counts[True, count] >= _BELIEVED, count
+        return self._by_sessions[kind] if self._counts[kind] >= _BELIEVED else None
 
     def note(self, bucket: int, sessions: int, step_ns: float, *, reads: bool) -> None:
         """Learn from a step.
@@ -51,6 +54,6 @@ class StepTimes:
             times_ns[bucket] += _SHARE * (step_ns - times_ns[bucket])
             return
         kind = reads, sessions.bit_length()
-        if kind in self._compiled:
-            self._by_sessions[kind] = (1 - _SHARE) * self._by_sessions.get(kind, step_ns) + _SHARE * step_ns
-        self._compiled.add(kind)
+        self._counts[kind] += 1
+        before_ns, share = self._by_sessions.get(kind, step_ns), max(_SHARE, 1 / self._counts[kind])
+        self._by_sessions[kind] = before_ns + share * (step_ns - before_ns)

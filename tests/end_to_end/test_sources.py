@@ -70,10 +70,11 @@ async def test_every_source_and_mixture_gives_the_same_tokens(service, prompts, 
         assert parted is None, f"prompt {place % REQUESTS} parts at token {parted}"
         # Nobody drafts who was not asked.
         assert set(output.speculation.sources) <= set(words)
-    if words == ["eagle"]:
-        # It grows where the target runs, so that no machine is too slow for it; but no trees of a fixed shape.
-        accepted = [output.speculation.sources["eagle"].accepted_tokens for output in outputs[:REQUESTS]]
-        assert sum(accepted) > REQUESTS * NEW_TOKENS / 3
+    if (words, rule) == (["eagle"], "greedy"):
+        # It grows where the target runs, and does so before anybody knows whether that pays on this machine; but no
+        # trees of a fixed shape.
+        grown = [output.speculation.sources.get("eagle") for output in outputs[:REQUESTS]]
+        assert sum(each.accepted_tokens for each in grown if each is not None) > REQUESTS
 
 
 @pytest.mark.timeout(120)
