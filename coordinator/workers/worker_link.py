@@ -75,7 +75,7 @@ class Latency:
 
 
 class WorkerLink(Generic[CommandsT]):
-    """What links to targets and to drafts share: the channel, the two tasks, and one notice when the stream is lost.
+    """Shared part of links to targets and to drafts: channel, the two tasks, and one notice when the stream is lost.
 
     Attributes:
         step_latency: of the worker's steps, as it tells them.

@@ -62,7 +62,7 @@ def _tensor_names(folder: Path) -> Iterable[str]:
 
 
 def read_safetensors_header(file: Path) -> dict[str, Any]:
-    """What a file says of its tensors, by name.
+    """Return the entries of a file's tensors, by name.
 
     Raises:
         CheckpointError: the file is damaged.

@@ -37,7 +37,7 @@ RoundRates = Callable[[Floats, float, Floats], Floats]
 
 
 class DraftSteps:
-    """What steps and rounds have brought, and the number of steps that follows from it.
+    """Averages of growth steps and rounds, and the number of steps that follows from them.
 
     Args:
         most: steps before a round.

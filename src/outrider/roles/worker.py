@@ -1,4 +1,4 @@
-"""What both workers do as processes: share the interpreter, name their model, end (torch-free)."""
+"""The part of a process that both workers share: interpreter, name of the model, end (torch-free)."""
 
 from __future__ import annotations
 
