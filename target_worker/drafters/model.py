@@ -201,12 +201,14 @@ class _Step(NamedTuple):
     Attributes:
         number: in its round.
         bucket: that it runs in.
+        sessions: that it was launched for.
         verified: drafted sessions that the round verifies.
         trial_ns: of a step that is one more than pays, the time to expect.
     """
 
     number: int
     bucket: int
+    sessions: int
     verified: int
     trial_ns: float | None
 
@@ -248,7 +250,7 @@ class ResidentModel:
         self._is_counted, self._ids_used = np.ones(pool.sessions, np.bool_), np.zeros(pool.sessions, np.int32)
         self._grown = np.zeros(pool.sessions, np.int64)
         # By number of the step in its round, what its buckets would have gained, the roots that it had to expand, and
-        # how many sessions were drafted.
+        # how many sessions it was launched for; 0 where that says nothing.
         no_gains = np.zeros(len(self._program.buckets), np.int64)
         self._early = [(no_gains, 0, 0) for _ in range(MOST_STEPS)]
         self._committed_rows, self._times = draft.committed_rows, StepTimes()
@@ -334,7 +336,7 @@ class ResidentModel:
             bucket = self._bucket(number, len(sessions))
             program.launch(bucket, processes=processes, is_first=number == 0)
             trial_ns = expected_ns[number] if is_trial and number == count - 1 else None
-            self._under_way.append(_Step(number, bucket, verified, trial_ns))
+            self._under_way.append(_Step(number, bucket, len(sessions), verified, trial_ns))
             self._rested = 0
         self._rested += not count
         return count
@@ -391,10 +393,11 @@ class ResidentModel:
         self._read += 1
         assert report[0] == self._read, f"step {self._read} was to be read, {report[0]} has been written"
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
-        rows, _, lines, free_slots, began, ended, _ = counts
+        rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        # Gains say nothing where a session waits for more slots than there are.
-        self._early[step.number] = gains, min(needed, in_step), in_step if needed <= rows + free_slots else 0
+        # No bucket holds sessions that wait for more slots than there are. One that has only waited for a larger bucket
+        # has a root as well.
+        self._early[step.number] = gains, min(needed, max(in_step, 1)), step.sessions if gains.max() >= 0 else 0
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1

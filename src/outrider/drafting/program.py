@@ -161,7 +161,7 @@ class GrowthProgram:
     ) -> None:
         self._read_logits = read
         self._model, self._config, self.device = model, config, device
-        self._vocab_size, self._regrows = vocab_size, regrows
+        self._vocab_size, self._regrows, self._committed_rows = vocab_size, regrows, committed_rows
         self.branching = min(config.branching, vocab_size)
         # The best child's estimate needs the second's score, whether or not that becomes a node.
         self._ranked = min(max(config.branching, 2), vocab_size)
@@ -298,7 +298,7 @@ class GrowthProgram:
         """
         times_ns = times_ns or self.times_ns
         if not roots and not gains.any():
-            return self.holding(2 * sessions, sessions)
+            return self.holding(self._committed_rows * sessions, sessions)
         best, best_rate = len(gains) - 1, 0.0
         for bucket, gain in enumerate(gains.tolist()):
             rate = (gain / GAIN_SCALE + roots) / times_ns[bucket] if gain >= 0 else -1.0

@@ -1,8 +1,9 @@
 """A drafter in the target's rounds: the tokens of plain decoding, in fewer rounds, and both pools in step."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.target_worker.tiny_head import write_tiny_head
 from tests.tiny_llama import SIZES, write_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.drafting import program
 from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.sampling import SpeculationMode
@@ -263,6 +265,26 @@ def test_growth_of_others_joins_the_same_trees(resident: Resident, reference_mod
     assert 1 << resident.drafter.source in drafters
     # The driver's nodes are of kind 0.
     assert any(kinds & 1 for kinds in drafters)
+
+
+def test_a_prompt_gets_a_bucket_that_holds_it(checkpoint: Path, reference_model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(program, "growth_buckets", partial(gpu_buckets, program.growth_buckets))
+    resident = Resident(checkpoint, checkpoint)
+    wanted = plain_decode(reference_model, PROMPT, replace(GREEDY, max_new_tokens=60)).tokens
+    driver = Driver(resident.loop)
+    # The second begins while steps are small, with more rows than the smallest bucket has; the third with many.
+    for number, known in enumerate((0, 8, 40)):
+        spec = replace(GREEDY, max_new_tokens=16)
+        decoded = driver.open(number, spec, wanted[known:], no_tree, prompt=[*PROMPT, *wanted[:known]])
+        driver.run()
+        assert decoded.tokens == wanted[known:][:16]
+        assert accepted(driver, number) > 8
+    resident.check_empty()
+
+
+def gpu_buckets(buckets_of: Callable[..., list[program.Bucket]], *args: Any, **options: Any) -> list[program.Bucket]:
+    """Buckets of a GPU, on whatever device steps run."""
+    return buckets_of(*args, **options | {"on_gpu": True})
 
 
 def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, reference_model, tmp_path: Path):

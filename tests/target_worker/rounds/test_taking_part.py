@@ -149,9 +149,9 @@ def test_a_session_in_sync_mode_goes_on_when_there_is_no_tree_to_wait_for(ends, 
     loop.forget((7, 1), 1, 3)
     loop.leave((7, 1), 1, 3)
     if ends == "place":
-        for _ in range(20):
+        while loop.has_work:
             assert not turn(loop)
-        assert (loop.has_work, loop.due_s is not None) == (False, True)
+        assert loop.due_s is not None
         loop.leave((7, 1), 1, 2)
     assert finish(loop) == {1: plain_decode(reference_model, PROMPT, spec).tokens}
     assert loop.due_s is None
