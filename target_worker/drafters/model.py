@@ -230,6 +230,7 @@ class ResidentModel:
         pace: how many steps pay.
         steps: growth steps with rows so far.
         is_drafted: [S] bool, rows whose sessions it may grow.
+        is_judged: [S] bool, those of them whose tokens say whether its nodes are right: not where a rule makes them up.
     """
 
     def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
@@ -261,7 +262,7 @@ class ResidentModel:
         self._rested, self._has_begun = SHORT_GAP, False
         self._read = 0
         # By row.
-        self.is_drafted = np.zeros(pool.sessions, np.bool_)
+        self.is_drafted, self.is_judged = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.bool_)
 
     def warm_up(self) -> None:
         """Compile and capture what steps need; called before any session is opened."""
@@ -281,6 +282,7 @@ class ResidentModel:
         row, program = session.row, self._program
         self._expansions.clear(row)
         self._grown[row], self.is_drafted[row] = 0, session.is_drafted_by(self.source)
+        self.is_judged[row] = self.is_drafted[row] and not session.sampling.is_synthetic
         program.describe_row(
             row,
             session.sampling,
@@ -355,7 +357,10 @@ class ResidentModel:
         # What the last step like it needed counts if the load was about the same.
         if before <= 2 * sessions <= 4 * before:
             found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
-            if program.buckets[found].sessions >= sessions:
+            # One of those that hold prompts is enough, and may be under way.
+            is_prompts = found == len(program.buckets) - 1
+            is_repeated = is_prompts and any(step.bucket == found for step in self._under_way)
+            if program.buckets[found].sessions >= sessions and not is_repeated:
                 return found
         return self._usual_bucket(number, sessions)
 
@@ -395,9 +400,11 @@ class ResidentModel:
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        # No bucket holds sessions that wait for more slots than there are. One that has only waited for a larger bucket
-        # has a root as well.
-        self._early[step.number] = gains, min(needed, max(in_step, 1)), step.sessions if gains.max() >= 0 else 0
+        # A session that has waited for a larger bucket has a root as well, and gets that bucket in the first step of a
+        # round.
+        # No bucket holds those that wait for more slots than there are.
+        if not step.number or gains[step.bucket] >= 0:
+            self._early[step.number] = gains, min(needed, max(in_step, 1)), step.sessions if gains.max() >= 0 else 0
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.drafting import program
 from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool, RowState
-from outrider.sampling import SpeculationMode
+from outrider.sampling import SpeculationMode, VerificationRule
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
@@ -285,6 +285,30 @@ def test_a_prompt_gets_a_bucket_that_holds_it(checkpoint: Path, reference_model,
 def gpu_buckets(buckets_of: Callable[..., list[program.Bucket]], *args: Any, **options: Any) -> list[program.Bucket]:
     """Buckets of a GPU, on whatever device steps run."""
     return buckets_of(*args, **options | {"on_gpu": True})
+
+
+class CountedHits(FixedSteps):
+    """Keeps what it is told of rounds."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.hits = self.misses = 0
+
+    def note_round(self, *, hits: int, misses: int, time_ns: float) -> None:
+        self.hits, self.misses = self.hits + hits, self.misses + misses
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_what_coins_reject_is_no_hit(rate, checkpoint: Path):
+    resident = Resident(checkpoint, checkpoint)
+    pace = resident.drafter.pace = CountedHits(3)
+    rule = {"verification": VerificationRule.SYNTHETIC, "synthetic_rates": (rate,)}
+    driver = Driver(resident.loop)
+    for number in range(4):
+        driver.open(number, replace(COUPLED, seed=number, max_new_tokens=40, **rule), [], no_tree)
+    driver.run()
+    assert (pace.hits > 0) == (rate > 0)
+    assert pace.misses > 0 or rate > 0
 
 
 def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, reference_model, tmp_path: Path):
