@@ -33,7 +33,7 @@ from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.config import GrowthConfig
 from outrider.drafting.expansions import Expansions
 from outrider.drafting.growth_source import GrowthSource
-from outrider.drafting.program import GrowthProgram
+from outrider.drafting.program import CommittedRows, GrowthProgram
 from outrider.engine.eagle import BlockHead
 from outrider.engine.head_forward import BlockForward
 from outrider.engine.model_runner import ModelRunner
@@ -101,9 +101,9 @@ class DraftModel:
         return None if self.block is None else self.block.block_size
 
     @property
-    def committed_rows(self) -> int:
-        """Rows of a session in the first step after a round: its last node and the token behind it, of a head all that
-        was committed.
+    def session_rows(self) -> int:
+        """Most rows of a session in the first step after a round: its last node and the token behind it, of a head all
+        that was committed.
         """
         return 2 if self.features is None else MOST_STEPS + 1
 
@@ -122,10 +122,18 @@ class ResidentProgram(GrowthProgram):
         pool: the target's.
         place: of the drafter in that pool.
         records: G, most records of a round.
+        committed: rows of what a round commits.
     """
 
     def __init__(
-        self, draft: DraftModel, calibration: AcceptanceCalibration, pool: Pool, *, place: int, records: int
+        self,
+        draft: DraftModel,
+        calibration: AcceptanceCalibration,
+        pool: Pool,
+        *,
+        place: int,
+        records: int,
+        committed: CommittedRows,
     ) -> None:
         forward = draft.make_forward(pool.table)
         super().__init__(
@@ -140,7 +148,7 @@ class ResidentProgram(GrowthProgram):
             # One more than is ever unread: of early words there is a buffer less.
             ahead=_ROUNDS_AHEAD * MOST_STEPS + 1,
             regrows=draft.features is not None,
-            committed_rows=draft.committed_rows,
+            committed=committed,
             read=forward.read if isinstance(forward, BlockForward) else None,
         )
         self._target, self._place, self._source = pool, place, draft.source
@@ -221,6 +229,7 @@ class ResidentModel:
         pool: the target's.
         place: of the drafter in that pool.
         records: most records of a round.
+        round_rows: most verified rows of a round, so that it commits no more tokens.
 
     Attributes:
         place: as given.
@@ -233,7 +242,7 @@ class ResidentModel:
         is_judged: [S] bool, those of them whose tokens say whether its nodes are right: not where a rule makes them up.
     """
 
-    def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int) -> None:
+    def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int, round_rows: int) -> None:
         growth = draft.growth
         self.place, self.source, self._growth, self._capacity = place, draft.source, growth, pool.capacity
         self._regrows, self._max_depth = draft.features is not None, draft.max_depth or growth.capacity
@@ -244,7 +253,10 @@ class ResidentModel:
             decay=growth.calibration_decay,
         )
         self.pace, self.steps, self._vocab_size = DraftSteps(draft.most_steps), 0, draft.vocab_size
-        self._program = ResidentProgram(draft, self.calibration, pool, place=place, records=records)
+        self._committed = CommittedRows(session=draft.session_rows, all=round_rows)
+        self._program = ResidentProgram(
+            draft, self.calibration, pool, place=place, records=records, committed=self._committed
+        )
         self.pool = self._program.pool
         self._expansions = Expansions(pool.sessions, self._program.lines, self._program.branching)
         # Nodes are handed on by the device, and only counted here.
@@ -254,7 +266,7 @@ class ResidentModel:
         # how many sessions it was launched for; 0 where that says nothing.
         no_gains = np.zeros(len(self._program.buckets), np.int64)
         self._early = [(no_gains, 0, 0) for _ in range(MOST_STEPS)]
-        self._committed_rows, self._times = draft.committed_rows, StepTimes()
+        self._times = StepTimes()
         # Steps that are not read, oldest first.
         self._under_way: deque[_Step] = deque()
         # Rounds since the last one with steps, at the start many; and whether steps of the round that is read had
@@ -351,9 +363,10 @@ class ResidentModel:
         """Return the bucket of a round's step."""
         program, (gains, roots, before) = self._program, self._early[number]
         if self._rested and number == 0:
-            # Tokens committed since the last step may fit no smaller one.
-            rows = (1 + self._rested) * self._committed_rows
-            return program.holding(rows * sessions, sessions) if rows <= SHORT_GAP else len(program.buckets) - 1
+            # Each round without growth has committed one more token of a session.
+            if self._committed.session + self._rested > SHORT_GAP:
+                return len(program.buckets) - 1
+            return program.holding(self._committed.of(sessions) + self._rested * sessions, sessions)
         # What the last step like it needed counts if the load was about the same.
         if before <= 2 * sessions <= 4 * before:
             found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
@@ -366,7 +379,7 @@ class ResidentModel:
 
     def _usual_bucket(self, number: int, sessions: int) -> int:
         """Return a bucket that holds what so many sessions have committed in a round, or a node of each."""
-        return self._program.holding((1 if number else self._committed_rows) * sessions, sessions)
+        return self._program.holding(sessions if number else self._committed.of(sessions), sessions)
 
     def _expected_ns(self, sessions: int) -> list[float]:
         """Return the times of a round's steps to expect; none before anything is known."""
@@ -416,7 +429,7 @@ class ResidentModel:
         if not step.number:
             # Else its sessions are not open yet.
             self._has_begun = step.verified > 0 and (rows or needed) > 0
-        usual_rows = min(self._committed_rows * step.verified + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
+        usual_rows = min(self._committed.of(step.verified) + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
         if self._has_begun and min(needed, rows) <= usual_rows:
             self.pace.note_step(step.number, expanded=expanded, sessions=step.verified)
             if rows:

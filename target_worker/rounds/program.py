@@ -164,7 +164,11 @@ class RoundProgram:
         records = 1 << (max(_LEAST_RECORDS, _SESSION_RECORDS * sessions) - 1).bit_length()
         self._records = self._column(records, WORDS)
         self._verdicts, self._count = self._column(records), self._column(1)
-        self.drafter = None if draft is None else ResidentModel(draft, self.pool, place=config.places, records=records)
+        self.drafter = None
+        if draft is not None:
+            self.drafter = ResidentModel(
+                draft, self.pool, place=config.places, records=records, round_rows=config.max_step_rows
+            )
         # A target's tokens are its own: no records commit any.
         self._commits, self._num_commits = self._column(sessions, 1), self._column(sessions)
         self._tail, self._rounds = (self._column(1, dtype=torch.int64) for _ in range(2))

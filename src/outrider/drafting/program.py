@@ -85,8 +85,26 @@ class Bucket:
         return min(self.rows, self.entries + self.sessions)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommittedRows:
+    """Most committed tokens without KV behind a round.
+
+    Attributes:
+        session: of a session.
+        all: of all sessions together; None: as many of each.
+    """
+
+    session: int = 2
+    all: int | None = None
+
+    def of(self, sessions: int) -> int:
+        """Return those of so many sessions."""
+        rows = self.session * sessions
+        return rows if self.all is None else min(rows, self.all)
+
+
 def growth_buckets(
-    config: GrowthConfig, sessions: int, *, on_gpu: bool, least_rows: int = 1, committed_rows: int = 2
+    config: GrowthConfig, sessions: int, *, on_gpu: bool, committed: CommittedRows, least_rows: int = 1
 ) -> list[Bucket]:
     """Return the buckets of steps of so many sessions, smallest first.
 
@@ -96,8 +114,8 @@ def growth_buckets(
         config: see there.
         sessions: of the largest buckets.
         on_gpu: where steps run.
+        committed: rows of committed tokens.
         least_rows: of a bucket, as far as steps have as many.
-        committed_rows: that a session needs after a round, for tokens without KV.
     """
     chunk, entries = config.max_step_tokens, config.max_step_nodes
     most = max(config.max_session_nodes, SHORT_GAP)
@@ -107,7 +125,7 @@ def growth_buckets(
     found: set[Bucket] = set()
     for fitting in (*(count for count in _SESSIONS if count < sessions), sessions):
         # What all of them have committed fits into the widest, beside the nodes that are expanded.
-        widest = min(entries, most * fitting) + max(committed_rows * fitting, SHORT_GAP)
+        widest = min(entries, most * fitting) + max(committed.of(fitting), SHORT_GAP)
         for rows in (*(max(rung, least_rows) for rung in _RUNGS if max(rung, least_rows) < widest), widest):
             if fitting <= rows:
                 found.add(Bucket(rows=rows, sessions=fitting, most=min(most, rows), entries=min(entries, rows)))
@@ -130,7 +148,7 @@ class GrowthProgram:
         captures: whether steps are captured in CUDA graphs.
         ahead: most steps that are launched, and not read.
         regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
-        committed_rows: as `growth_buckets` takes it.
+        committed: as `growth_buckets` takes it.
         read: logits [L, V] of a step's rows [L], from the pass of an earlier step; None where each step has its own.
 
     Attributes:
@@ -156,12 +174,12 @@ class GrowthProgram:
         captures: bool,
         ahead: int = 2,
         regrows: bool = False,
-        committed_rows: int = 2,
+        committed: CommittedRows = CommittedRows(),
         read: Callable[[Packed, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._read_logits = read
         self._model, self._config, self.device = model, config, device
-        self._vocab_size, self._regrows, self._committed_rows = vocab_size, regrows, committed_rows
+        self._vocab_size, self._regrows, self._committed = vocab_size, regrows, committed
         self.branching = min(config.branching, vocab_size)
         # The best child's estimate needs the second's score, whether or not that becomes a node.
         self._ranked = min(max(config.branching, 2), vocab_size)
@@ -181,9 +199,7 @@ class GrowthProgram:
         nodes.free_tail.fill_(num_slots)
         # Where each commit makes a gap, the smallest bucket has room for a session's.
         least_rows = SHORT_GAP if regrows else 1
-        self.buckets = growth_buckets(
-            config, sessions, on_gpu=on_gpu, least_rows=least_rows, committed_rows=committed_rows
-        )
+        self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu, committed=committed, least_rows=least_rows)
         self.times_ns = self.reading_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
         self.lines = max(bucket.lines for bucket in self.buckets)
@@ -298,7 +314,7 @@ class GrowthProgram:
         """
         times_ns = times_ns or self.times_ns
         if not roots and not gains.any():
-            return self.holding(self._committed_rows * sessions, sessions)
+            return self.holding(self._committed.of(sessions), sessions)
         best, best_rate = len(gains) - 1, 0.0
         for bucket, gain in enumerate(gains.tolist()):
             rate = (gain / GAIN_SCALE + roots) / times_ns[bucket] if gain >= 0 else -1.0

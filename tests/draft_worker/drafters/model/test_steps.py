@@ -6,7 +6,7 @@ import pytest
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror
 
 from outrider.drafting.config import GrowthConfig, step_defaults
-from outrider.drafting.program import growth_buckets
+from outrider.drafting.program import CommittedRows, growth_buckets
 from outrider.kernels.pool.select import SHORT_GAP
 from outrider.sampling import SamplingSpec
 
@@ -37,17 +37,17 @@ def test_each_step_expands_the_best_nodes_of_all_sessions():
         assert sorted(taken, reverse=True) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("committed_rows", [2, 9])
+@pytest.mark.parametrize("committed", [CommittedRows(), CommittedRows(session=9), CommittedRows(session=9, all=512)])
 @pytest.mark.parametrize("sessions", [1, 16, 64, 256])
-def test_there_are_buckets_for_nodes_and_for_commits_of_all_sessions(sessions: int, committed_rows: int):
+def test_there_are_buckets_for_nodes_and_for_commits_of_all_sessions(sessions: int, committed: CommittedRows):
     config = GrowthConfig(**step_defaults("cuda"))
-    buckets = growth_buckets(config, 256, on_gpu=True, committed_rows=committed_rows)
+    buckets = growth_buckets(config, 256, on_gpu=True, committed=committed)
     *rows, chunk = [bucket.rows for bucket in buckets if bucket.sessions == sessions and bucket.most <= SHORT_GAP] + [
         buckets[-1].rows
     ]
     assert sessions <= min(rows) <= max(2 * sessions, 8)
     # A long gap's bucket computes attention for long gaps, which all sessions' commits should not need.
-    assert committed_rows * sessions <= max(rows) < chunk
+    assert committed.of(sessions) <= max(rows) < chunk
     assert all(bucket.sessions <= bucket.rows and bucket.entries <= bucket.rows for bucket in buckets)
     assert max(bucket.entries for bucket in buckets) == config.max_step_nodes
 
