@@ -24,13 +24,14 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from outrider.drafting.growth_source import ALL_SOURCES
 from outrider.models import embedded_target_path, held_out_prompts
 from outrider.roles.awake import cores_awake
 from outrider.roles.worker import share_interpreter
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.config import TargetWorkerConfig
 
-MODES = ("off", "replay")
+MODES = ("off", "replay", "resident")
 _COLUMNS = (
     ("round, ms", "round_ms"),
     ("exposed, ms", "exposed_ms"),
@@ -38,6 +39,8 @@ _COLUMNS = (
     ("forward", "forward_ms"),
     ("choose, walk", "choose_walk_ms"),
     ("re-root, report", "re_root_report_ms"),
+    ("growth steps", "growth_steps_ms"),
+    ("idle", "idle_ms"),
 )
 
 
@@ -61,8 +64,9 @@ def run(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/rounds", description="Times a target's rounds in process.")
     parser.add_argument("--target", type=Path, help="checkpoint folder; default the embedded target")
+    parser.add_argument("--draft", type=Path, help="resident: checkpoint folder of a drafter")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["off", "replay"])
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -83,6 +87,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.draw is not None and options.timeline is None:
         parser.error("--draw: needs --timeline FILE.png, the picture to write")
+    if ("resident" in options.modes) != (options.draft is not None):
+        parser.error("--modes resident and --draft: give both or none")
     if min(options.sessions) < 1:
         parser.error(f"--sessions: {min(options.sessions)} given, at least 1 needed")
     return options
@@ -131,6 +137,7 @@ class Cells:
         target = load_target(
             TargetWorkerConfig(
                 model_path=options.target,
+                draft_model=options.draft,
                 device=options.device,
                 threads=options.threads,
                 max_num_seqs=sessions,
@@ -154,7 +161,7 @@ class Cells:
         self._console.print(_table(cells))
         return {"settings": settings, "start_up": target.start_up, "cells": cells, **found}
 
-    def _sessions(self, count: int) -> list[BenchSession]:
+    def _sessions(self, count: int, mode: str = "off") -> list[BenchSession]:
         options = self._options
         return [
             BenchSession(
@@ -163,6 +170,7 @@ class Cells:
                 sampling=SamplingSpec(
                     temperature=options.temperature, seed=number, max_new_tokens=options.max_new_tokens
                 ),
+                sources=ALL_SOURCES if mode == "resident" else (),
             )
             for number in range(1, count + 1)
         ]
@@ -193,9 +201,9 @@ class Cells:
         )
         earlier = target.loop.preemptions
         # Drafters replay whole outputs, and the timeline is of a whole generation.
-        is_whole = mode == "off" or options.timeline is not None
+        is_whole = mode != "replay" or options.timeline is not None
         while True:
-            sessions, counted, was_warm = self._sessions(count), recorder.counted, time.perf_counter() >= warm
+            sessions, counted, was_warm = self._sessions(count, mode), recorder.counted, time.perf_counter() >= warm
             driver.generate(sessions, is_enough=lambda whole=is_whole: not whole and self._is_enough(recorder))
             gc.collect()
             if all(len(session.output) == options.max_new_tokens for session in sessions):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.rounds.drafters import Grown, ReplayDrafter
 
+from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
@@ -31,7 +32,7 @@ class BenchSession:
 
     Attributes:
         number: its id.
-        prompt, sampling: as it is opened.
+        prompt, sampling, sources: as it is opened.
         output: committed so far.
         messages: of growth, so far.
     """
@@ -39,6 +40,7 @@ class BenchSession:
     number: int
     prompt: Sequence[int]
     sampling: SamplingSpec
+    sources: Collection[GrowthSource] = ()
     output: list[int] = field(default_factory=list)
     messages: int = 0
 
@@ -70,6 +72,7 @@ class Round:
         rows: verified.
         tokens: committed.
         accepted: nodes among them.
+        drafted_ns: what growth steps of a resident drafter took before it.
         commits: by session, where they are kept.
     """
 
@@ -80,6 +83,7 @@ class Round:
     rows: int
     tokens: int
     accepted: int
+    drafted_ns: int = 0
     commits: Sequence[Commit] = ()
 
 
@@ -131,7 +135,13 @@ class Recorder(RoundObserver):
         self._stage, self._began_ns, self._has_read = "", 0, False
 
     def reported(
-        self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int, plain_ns: int
+        self,
+        report: RoundReport,
+        results: Sequence[SessionResult],
+        *,
+        prefill_rows: int,
+        plain_ns: int,
+        drafted_ns: int,
     ) -> None:
         """See `RoundObserver`."""
         columns = report.columns[:, : report.sessions]
@@ -147,6 +157,7 @@ class Recorder(RoundObserver):
             rows=report.verified_rows,
             tokens=int(columns[ReportColumn.TOKENS].sum()),
             accepted=int(columns[ReportColumn.ACCEPTED].sum()),
+            drafted_ns=drafted_ns,
             commits=commits,
         )
         if round_.measured:
@@ -301,5 +312,10 @@ class Driver:
 
 def _request(session: BenchSession) -> OpenRequest:
     return OpenRequest(
-        key=(INCARNATION, session.number), epoch=1, prompt=session.prompt, output=(), sampling=session.sampling
+        key=(INCARNATION, session.number),
+        epoch=1,
+        prompt=session.prompt,
+        output=(),
+        sampling=session.sampling,
+        sources=session.sources,
     )

@@ -27,7 +27,9 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         rounds: how many.
         round_ms: from the end of a round to the end of the next one, as [median, 99th percentile]; so are:
         exposed_ms: the part of it in which the device neither forwards, chooses nor walks,
-        graft_to_pack_ms, forward_ms, choose_walk_ms, re_root_report_ms: parts of a round.
+        graft_to_pack_ms, forward_ms, choose_walk_ms, re_root_report_ms: parts of a round,
+        growth_steps_ms: those of a resident drafter before it,
+        idle_ms: what is left.
         tokens_per_s: of all sessions.
         tokens_per_round, accepted_per_round: of a session.
         selected_rows: nodes verified in a round, of all sessions.
@@ -39,12 +41,15 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     times = np.array([round_.times_ns for _, round_ in pairs], np.int64)
     walls = times[:, RoundTime.ENDED] - [before.times_ns[RoundTime.ENDED] for before, _ in pairs]
     useful = times[:, RoundTime.WALKED] - times[:, RoundTime.PACKED]
+    drafted = np.array([round_.drafted_ns for _, round_ in pairs])
     counts = np.array([(r.sessions, r.rows, r.tokens, r.accepted) for _, r in pairs])
     sessions, rows, tokens, accepted = counts.sum(0).tolist()
     found: dict[str, Any] = {
         "rounds": len(pairs),
         "round_ms": _quantiles(walls),
         "exposed_ms": _quantiles(walls - useful),
+        "growth_steps_ms": _quantiles(drafted),
+        "idle_ms": _quantiles(walls - drafted - (times[:, RoundTime.ENDED] - times[:, RoundTime.BEGAN])),
     }
     found |= {name: _quantiles(times[:, end] - times[:, begin]) for name, (begin, end) in _PARTS.items()}
     return found | {

@@ -14,9 +14,11 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.weight_source import WeightSource
 from outrider.kernels.verification.report import RoundTime, mark_time
 from outrider.target_worker.config import TargetWorkerConfig
+from outrider.target_worker.drafters.loading import load_draft, room_for_draft
 from outrider.target_worker.rounds.buckets import round_buckets
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.rounds.program import RoundProgram
 
 # A bucket's graphs: up to packing, the forward pass, and what follows for sessions without and with processors.
 _GRAPHS = 4
@@ -46,7 +48,9 @@ def load_target(config: TargetWorkerConfig, *, source: WeightSource | None = Non
     and what the device has less.
     """
     began = time.perf_counter()
-    runner = ModelRunner(config.engine(), source=source)
+    engine, folder = config.engine(), config.draft_model
+    runner = ModelRunner(engine, source=source, neighbour=folder and room_for_draft(engine, folder))
+    draft = folder and load_draft(runner, folder, prefill_tokens=config.prefill_tokens)
     loaded = time.perf_counter()
     rounds = RoundConfig(
         max_sessions=config.max_num_seqs,
@@ -58,7 +62,7 @@ def load_target(config: TargetWorkerConfig, *, source: WeightSource | None = Non
     )
     on_gpu = runner.device.type == "cuda"
     before = _memory(runner.device)
-    loop = RoundLoop(runner, rounds)
+    loop = RoundLoop(runner, rounds, program=RoundProgram.of_runner(runner, rounds, draft=draft))
     ready = time.perf_counter()
     buckets = len(round_buckets(rounds, on_gpu=on_gpu))
     start_up: dict[str, Any] = {

@@ -380,21 +380,23 @@ class RoundLoop:
         self._has_changed = True
         self.rounds_read += 1
         self._can_run = read.runnable > 0
-        plain_ns = self._learn(launched, read)
+        plain_ns, drafted_ns = self._learn(launched, read)
         logprobs, earlier = self._program.logprobs(report.round), len(self._results)
         self._note_chunks(launched, read)
         for number in range(read.sessions):
             if (session := self._session_of(read, number)) is not None:
                 self._commit(session, number, read, logprobs)
         prefill_rows = sum(chunk.size for chunk in launched.chunks)
-        self.observer.reported(read, self._results[earlier:], prefill_rows=prefill_rows, plain_ns=plain_ns)
+        self.observer.reported(
+            read, self._results[earlier:], prefill_rows=prefill_rows, plain_ns=plain_ns, drafted_ns=drafted_ns
+        )
         self._admission.released(report.released)
 
-    def _learn(self, launched: _Launched, read: RoundReport) -> int:
+    def _learn(self, launched: _Launched, read: RoundReport) -> tuple[int, int]:
         """Learn what the round took, from the end of the one before if this one had begun by then.
 
         Returns:
-            What it would have taken without nodes, in nanoseconds.
+            What it would have taken without nodes, and what growth steps before it took, in nanoseconds.
         """
         columns = read.columns[:, : read.sessions]
         shape = StepShape(
@@ -421,7 +423,7 @@ class RoundLoop:
                 misses=int(np.count_nonzero(ends == TreeEnd.MISSED)),
                 time_ns=round_ns + drafted_ns,
             )
-        return plain_ns
+        return plain_ns, drafted_ns
 
     def _session_of(self, read: RoundReport, number: int) -> Session | None:
         """The session of a report's column; None if its row has been closed since."""

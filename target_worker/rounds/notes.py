@@ -55,7 +55,13 @@ class RoundNotes(RoundObserver):
             self._begin()
 
     def reported(
-        self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int, plain_ns: int
+        self,
+        report: RoundReport,
+        results: Sequence[SessionResult],
+        *,
+        prefill_rows: int,
+        plain_ns: int,
+        drafted_ns: int,
     ) -> None:
         """See `RoundObserver`."""
         kind, taken_s = self._kinds.popleft(), time.monotonic() - self._began_s

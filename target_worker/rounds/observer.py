@@ -10,7 +10,13 @@ class RoundObserver:
     """Hooks that a `RoundLoop` calls as it works; these do nothing."""
 
     def reported(
-        self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int, plain_ns: int
+        self,
+        report: RoundReport,
+        results: Sequence[SessionResult],
+        *,
+        prefill_rows: int,
+        plain_ns: int,
+        drafted_ns: int,
     ) -> None:
         """Take a round's report that has been read.
 
@@ -19,6 +25,7 @@ class RoundObserver:
             results: of its sessions.
             prefill_rows: rows of prompts that it was launched with.
             plain_ns: what it would have taken without nodes.
+            drafted_ns: what growth steps of a resident drafter took before it.
         """
 
     def planning(self) -> None:

@@ -11,6 +11,7 @@ from benchmarks.rounds.drafters import Grown, ReplayDrafter, ReplayOptions
 from benchmarks.rounds.driving import BenchSession, Commit, Recorder, Round, Written
 from benchmarks.rounds.figures import figures
 
+from outrider.models import embedded_draft_path
 from outrider.sampling import SamplingSpec
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -42,6 +43,22 @@ def test_every_figure_of_every_mode_is_there(tmp_path: Path):
     assert picture.read_bytes().startswith(_PNG)
     assert run(["--draw", str(results), "--timeline", str(again)]) == 0
     assert again.read_bytes().startswith(_PNG)
+
+
+def test_growth_steps_of_a_resident_drafter_have_their_time(tmp_path: Path):
+    results, draft = tmp_path / "rounds.json", str(embedded_draft_path())
+    tiny = ["--sessions", "1", "--prompt-tokens", "12", "--max-new-tokens", "20", "--rounds", "4", "--warm-up", "0"]
+    assert run([*tiny, "--modes", "off", "resident", "--draft", draft, "--output", str(results)]) == 0
+    off, resident = json.loads(results.read_text())["cells"]
+    assert off["growth_steps_ms"] == [0, 0]
+    assert 0 < resident["growth_steps_ms"][1] < resident["exposed_ms"][1]
+    assert resident["idle_ms"][0] < resident["exposed_ms"][0]
+
+
+def test_a_resident_drafter_needs_a_checkpoint(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        run(["--modes", "resident"])
+    assert "--modes resident and --draft: give both or none" in capsys.readouterr().err
 
 
 def test_a_timeline_needs_a_file_to_be_drawn_to(capsys: pytest.CaptureFixture[str]):
