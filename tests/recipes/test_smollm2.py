@@ -10,17 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.chat_llama import END, START, write_chat_llama
 from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.recipes.importing import import_train
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-START, END = "<|im_start|>", "<|im_end|>"
-TEMPLATE = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 
 @pytest.fixture
@@ -31,24 +24,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama over bytes, of SmolLM2's proportions: three query heads a key/value head, tied embeddings."""
-    folder = tmp_path_factory.mktemp("smol") / "target"
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=2)}
-    tokenizer = Tokenizer(models.BPE(vocab={START: 0, END: 1, **vocab}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(START, special=True), AddedToken(END, special=True)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=START, eos_token=END, pad_token=END)
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer.get_vocab()), hidden_size=48, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=3, num_key_value_heads=1, head_dim=16, max_position_embeddings=4096, bos_token_id=0,
-        eos_token_id=1, pad_token_id=1, tie_word_embeddings=True, initializer_range=0.15,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_chat_llama(tmp_path_factory.mktemp("smol") / "target")
 
 
 def load(recipe: Any, folder: Path) -> Any:
