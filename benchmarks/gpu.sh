@@ -25,7 +25,7 @@ python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
 awake="--keep-cores-awake 3"
 # Long enough for an answer in each of nine categories by one session.
-conversations="--prompts coordinator/bench/prompts.jsonl --max-new-tokens 256 --sessions 1 16 64 --temperatures 0 1 --warm-up 1.0 --measure 12"
+conversations="--prompts coordinator/bench/prompts.jsonl --max-new-tokens 256 --sessions 1 16 64 --temperatures 0 1 --warm-up 1.0 --measure 10"
 failed=0
 
 # part SECONDS NAME COMMAND...: its output goes to FOLDER/NAME.txt
@@ -69,9 +69,9 @@ chat() {
     report=chat_$1 setup=$2 drafter=$3
     shift 3
     # shellcheck disable=SC2086  # options apart
-    part 330 "$report" "$python" benchmarks/end_to_end.py --device cuda --setups "$setup" \
+    part 360 "$report" "$python" benchmarks/end_to_end.py --device cuda --setups "$setup" \
         --target "$checkpoints/smollm2-target-8b" --draft "$checkpoints/smollm2-$drafter" $conversations \
-        --prepare 1.0 --kv-bytes 24000000000 --time-limit 300 --draft-args="--kv-bytes 8000000000 $awake" \
+        --prepare 1.0 --kv-bytes 24000000000 --time-limit 330 --draft-args="--kv-bytes 8000000000 $awake" \
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
 }
 
