@@ -1,6 +1,7 @@
 """Tokens that a verification commits with each drafter, by category, on the prompts of `outrider bench`.
 
-    python recipes/smollm2/acceptance.py --target TARGET --draft DRAFT --head HEAD --block BLOCK --ngram
+    python recipes/smollm2/acceptance.py --target TARGET --draft DRAFT --head HEAD --block BLOCK --ngram \\
+        --output-json FILE
 
 measures every drafter that is given, and all pairs that one target can have. The service itself measures it, in sync
 mode: every tree is grown to its size before it is verified, so that figures do not depend on how fast drafter and
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -188,16 +189,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--new-tokens", type=int, default=128, help="of each answer, at most")
     parser.add_argument("--prompts", type=int, help="only so many, spread over the file; default: all")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", required=True, help="written after each service")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    given = {
-        "model": options.draft and Drafters(name="model", sources=("model",), draft=options.draft),
-        "head": options.head and Drafters(name="head", resident=options.head),
-        "block": options.block and Drafters(name="block", resident=options.block),
-        "ngram": options.ngram and Drafters(name="ngram", sources=("ngram",)),
-    }
-    drafters = [one for one in given.values() if one]
+    given = (
+        options.draft and Drafters(name="model", sources=("model",), draft=options.draft),
+        options.head and Drafters(name="head", resident=options.head),
+        options.block and Drafters(name="block", resident=options.block),
+        options.ngram and Drafters(name="ngram", sources=("ngram",)),
+    )
+    drafters = [one for one in given if one]
     if not drafters:
         parser.error("no drafter: --draft, --head, --block or --ngram needed")
     prompts = read_chat_prompts(options.target)
@@ -213,12 +214,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def measure(case: tuple[Drafters, TreeSize]) -> list[dict[str, Any]]:
         return measure_acceptance(options.target, *case, prompts, new_tokens=options.new_tokens, device=options.device)
 
+    rows: list[dict[str, Any]] = []
     first, *others = product(with_pairs(drafters), SIZES)
     with ThreadPoolExecutor(services) as pool:
         # The first one compiles for the others.
-        rows = [row for found in (measure(first), *pool.map(measure, others)) for row in found]
-    rows.sort(key=lambda row: (row["trees"], row["temperature"]))
-    results.write(document | {"acceptance_length": rows}, options.output_json)
+        for found in chain([measure(first)], pool.map(measure, others)):
+            rows = sorted(rows + found, key=lambda row: (row["trees"], row["temperature"]))
+            results.write(document | {"acceptance_length": rows}, options.output_json)
     return 0
 
 
