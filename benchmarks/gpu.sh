@@ -3,15 +3,20 @@
 #
 #   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [arriving] [one-gpu]
 #                               [round-trips] [both] [vllm] [four-gpus] [pool] [rounds]
+#                               [chat-model] [chat-head] [chat-block] [chat-two] [chat-vllm]
 #
 # Without names those of the first line, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end,
 # replicas and arriving. Only by name: round-trips, longer links (three minutes); both, a resident head beside a draft
 # worker (two); vllm, the same loads on vLLM, on both GPUs at once (six; VLLM names its interpreter); four-gpus (ten);
 # pool, the candidate pool's tests, sanitizers and figures (four); rounds, a target's rounds in process (six).
+# Conversations, by what recipes/smollm2/all.sh has written to the folder $SMOLLM2, four minutes each: chat-model,
+# chat-head and chat-block, drafters on the target's GPU; chat-two, the draft model on a second one; chat-vllm, four runs
+# of vLLM, one on each GPU that there is. The first of them writes the target, which takes two minutes more.
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
-# interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
+# interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB, as much again for
+# conversations; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas arriving one-gpu
@@ -19,6 +24,8 @@ cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
 awake="--keep-cores-awake 3"
+# Long enough for an answer in each of nine categories by one session.
+conversations="--prompts coordinator/bench/prompts.jsonl --max-new-tokens 256 --sessions 1 16 64 --temperatures 0 1 --warm-up 1.0 --measure 10"
 failed=0
 
 # part SECONDS NAME COMMAND...: its output goes to FOLDER/NAME.txt
@@ -45,6 +52,36 @@ widened() {
     folder=$1-$2${3:+-$3}
     [ -f "$checkpoints/$folder/config.json" ] || part 120 "widen-$folder" env CUDA_VISIBLE_DEVICES= \
         "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$folder" --check none ${3:+--max-position-embeddings "$3"}
+}
+
+# large ROLE SHAPE FOLDER [OPTION...]: SmolLM2's model of that folder in that shape, written once
+large() {
+    mkdir -p "$checkpoints"
+    role=$1 shape=$2 source=$SMOLLM2/$3
+    shift 3
+    [ -f "$checkpoints/smollm2-$role-$shape/config.json" ] || part 200 "widen-smollm2-$role-$shape" env CUDA_VISIBLE_DEVICES= \
+        "$python" -m outrider.cli widen "$role" "$shape" "$checkpoints/smollm2-$role-$shape" --check none --source "$source" "$@"
+}
+
+# chat NAME SETUP DRAFTER OPTION...: SmolLM2 at the cost of 8 billion parameters, on conversations
+chat() {
+    large target 8b target
+    report=chat_$1 setup=$2 drafter=$3
+    shift 3
+    # shellcheck disable=SC2086  # options apart
+    part 360 "$report" "$python" benchmarks/end_to_end.py --device cuda --setups "$setup" \
+        --target "$checkpoints/smollm2-target-8b" --draft "$checkpoints/smollm2-$drafter" $conversations \
+        --prepare 1.0 --kv-bytes 24000000000 --time-limit 330 --draft-args="--kv-bytes 8000000000 $awake" \
+        --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
+}
+
+# chat_vllm GPU DRAFT_TOKENS: what chat measures, by vLLM
+chat_vllm() {
+    draft="--draft $checkpoints/smollm2-draft-160m --draft-tokens $2"
+    [ "$2" -gt 0 ] || draft=
+    # shellcheck disable=SC2086  # options apart
+    part 330 "chat_vllm_$2" env CUDA_VISIBLE_DEVICES="$1" "${VLLM:-$python}" benchmarks/against_vllm.py \
+        --target "$checkpoints/smollm2-target-8b" $draft $conversations --output-json "$out/chat_vllm_$2.json"
 }
 
 # end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on three cores that never sleep
@@ -146,6 +183,27 @@ for name in "$@"; do
                 (failed=0; vllm 0 "$draft_tokens"; exit $failed) & first=$!
                 vllm 1 "$draft_tokens"
                 wait $first || failed=1
+            done ;;
+        chat-model) large draft 160m draft
+            chat model resident draft-160m --gpus 1 --modes off async ;;
+        chat-head) large eagle 8b eagle/head --of-target "$SMOLLM2/target"
+            chat head resident eagle-8b --gpus 1 --modes async ;;
+        chat-block) large block 8b block/head --of-target "$SMOLLM2/target"
+            chat block resident block-8b --gpus 1 --modes async ;;
+        chat-two) large draft 160m draft
+            chat two 1+1 draft-160m --gpus 2 --modes off async ;;
+        chat-vllm) large target 8b target
+            large draft 160m draft
+            gpus=$(nvidia-smi --list-gpus | wc -l) engines=
+            for draft_tokens in 0 2 4 8; do
+                gpu=$(echo "$engines" | wc -w)
+                (failed=0; chat_vllm "$gpu" "$draft_tokens"; exit $failed) & engines="$engines $!"
+                if [ $((gpu + 1)) -eq "$gpus" ] || [ "$draft_tokens" -eq 8 ]; then
+                    for engine in $engines; do
+                        wait "$engine" || failed=1
+                    done
+                    engines=
+                fi
             done ;;
         *) echo "unknown part: $name; run without arguments for the list" >&2; exit 2 ;;
     esac

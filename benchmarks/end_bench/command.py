@@ -15,8 +15,9 @@ from benchmarks.end_bench import arrivals, report
 from benchmarks.end_bench.arrivals import Arrivals
 from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Drivers, Load, Rule
-from benchmarks.end_bench.figures import CellFigures, as_dicts
-from benchmarks.end_bench.options import arrivals_of, parse, plan_of, prompts_of, service_options
+from benchmarks.end_bench.figures import CellFigures, as_dicts, categories_as_dicts
+from benchmarks.end_bench.options import arrivals_of, parse, plan_of, service_options
+from benchmarks.end_bench.prompts import Prompts, conversations_of, prompts_of
 from benchmarks.end_bench.services import Services
 from rich.console import Console
 
@@ -30,6 +31,8 @@ _TRACED = 4
 _LEAD_S = 0.2
 # After the end of a cell, the longest that its processes may take to come back.
 _BACK_S = 20.0
+# For all prompts to be computed once, on a CPU too.
+_PREFILL_S = 120.0
 _FAILED = 1
 
 
@@ -67,6 +70,7 @@ class Run:
             "machine": report.machine(self.arguments.device),
             "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
             "cells": as_dicts(self.cells, scale_to=self.arguments.scale_to),
+            "categories": categories_as_dicts(self.cells),
             "arrivals": self.arrivals,
             "left_out": self.left_out,
             "failures": self.failures,
@@ -119,13 +123,19 @@ def measure(run: Run, console: Console) -> None:
         bench = Bench(
             services=services,
             drivers=stack.enter_context(Drivers(processes=arguments.clients)),
-            prompts=prompts_of(arguments.prompt_tokens, arguments.target),
+            prompts=_prompts(arguments),
             max_new_tokens=arguments.max_new_tokens,
             measure_s=arguments.measure,
         )
         _measure_all(run, bench, cells, say)
         for one in arrivals_of(arguments, cells):
             _measure_arrivals(run, bench, one, say)
+
+
+def _prompts(arguments: argparse.Namespace) -> Prompts:
+    if arguments.prompts is None:
+        return prompts_of(arguments.prompt_tokens, arguments.target)
+    return conversations_of(arguments.prompts, arguments.target)
 
 
 def _measure_all(run: Run, bench: Bench, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
@@ -157,7 +167,7 @@ def _measure_arrivals(run: Run, bench: Bench, asked: Arrivals, say: Callable[[st
     if bench.services.links is not None:
         bench.services.links.lengthen("", 0.0)
     try:
-        found = arrivals.measure(asked, endpoint, bench.prompts, max_new_tokens=bench.max_new_tokens)
+        found = arrivals.measure(asked, endpoint, bench.prompts.token_ids, max_new_tokens=bench.max_new_tokens)
     except (OutriderError, ExceptionGroup) as error:
         run.failures[asked.name] = repr(error)
         say(f"{asked.name}: failed: {error!r}")
@@ -177,15 +187,15 @@ class Bench:
     Attributes:
         services: that are measured.
         drivers: that put them under load.
-        prompts: of the requests, as token ids.
+        prompts: of the requests.
         max_new_tokens: of every request.
         measure_s: how long a cell is looked at.
-        prefilled: of each setup, sessions whose first prompts its targets have seen.
+        prefilled: of each setup, prompts that its targets have seen.
     """
 
     services: Services
     drivers: Drivers
-    prompts: Sequence[Sequence[int]]
+    prompts: Prompts
     max_new_tokens: int
     measure_s: float
     prefilled: dict[Setup, int] = field(default_factory=dict)
@@ -211,10 +221,12 @@ class Bench:
             begin_s=begin_s,
             end_s=begin_s + self.measure_s,
         )
-        if cell.sessions > self.prefilled.get(cell.setup, 0):
-            begin_s += self._prefill(load)
+        # The first ones; all conversations, which are short.
+        first = max(cell.sessions, len(self.prompts.categories))
+        if first > self.prefilled.get(cell.setup, 0):
+            begin_s += self._prefill(replace(load, sessions=first))
             load = replace(load, begin_s=begin_s, end_s=begin_s + self.measure_s)
-            self.prefilled[cell.setup] = cell.sessions
+            self.prefilled[cell.setup] = first
         futures = self.drivers.drive(load)
         time.sleep(max(0.0, load.begin_s - time.monotonic()))
         before = _totals(endpoint)
@@ -224,15 +236,15 @@ class Bench:
         return CellFigures.of(cell, driven, before, after, begin_s=load.begin_s, end_s=load.end_s)
 
     def _prefill(self, load: Load) -> float:
-        """Has the target see every session's first prompt once, and returns how long that took.
+        """Has the target see the first prompt of each session of a load once, and returns how long that took.
 
-        Else the first cell of so many sessions would pay for what the others find in the prefix cache.
+        Else the first cell would pay for what the others find in the prefix cache.
         """
         began_s = time.monotonic()
         until_s = began_s + _LEAD_S
         once = replace(load, mode="off", rule="coupled", synthetic=(), max_new_tokens=1, traced=0)
         for future in self.drivers.drive(replace(once, begin_s=until_s + _BACK_S / 2, end_s=until_s)):
-            future.result(timeout=_BACK_S)
+            future.result(timeout=_PREFILL_S)
         return time.monotonic() - began_s
 
 

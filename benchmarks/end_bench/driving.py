@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Literal, cast
 
 import uvloop
+from benchmarks.end_bench.prompts import Answer, Prompts
 
 from outrider.client import AsyncClient, GenerateOptions
+from outrider.client.outputs import GenerationOutput
 from outrider.errors import Overloaded
 
 Rule = Literal["coupled", "target_only", "rejection", "synthetic"]
@@ -32,7 +33,7 @@ class Load:
 
     Attributes:
         endpoint: of the coordinator.
-        prompts: [n] token ids or texts; session s begins with the one at s, and goes on with those after it.
+        prompts: session s begins with the one at s, and goes on with those after it.
         first, sessions: the sessions' numbers.
         traced: of these, so many have every verification reported.
         mode, temperature, rule, synthetic: as of the cell.
@@ -42,7 +43,7 @@ class Load:
     """
 
     endpoint: str
-    prompts: Sequence[str] | Sequence[Sequence[int]]
+    prompts: Prompts
     first: int
     sessions: int
     traced: int
@@ -60,7 +61,7 @@ class Load:
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "seed": _SEEDS_APART * session + count,
-            "ignore_eos": True,
+            "ignore_eos": not self.prompts.categories,
             "speculation": cast("Literal['async', 'sync', 'off']", self.mode),
             "trace": session < self.first + self.traced,
         }
@@ -84,12 +85,14 @@ class Driven:
     Attributes:
         tokens: that came.
         tpot_ms, ttft_ms: of the requests that ended.
+        answers: these requests, where their prompts belong to categories.
         requests: per traced request, its verifications.
     """
 
     tokens: int = 0
     tpot_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     requests: list[list[Round]] = field(default_factory=list)
 
 
@@ -144,9 +147,9 @@ async def _drive(load: Load) -> Driven:
 async def _session(client: AsyncClient, load: Load, session: int, driven: Driven) -> None:
     count = 0
     while (now := time.monotonic()) < load.end_s or (not count and now < load.begin_s):
-        prompt = load.prompts[(session + count) % len(load.prompts)]
+        number = (session + count) % len(load.prompts.token_ids)
         try:
-            async with client.stream(prompt, **load.options(session, count)) as stream:
+            async with client.stream(load.prompts.token_ids[number], **load.options(session, count)) as stream:
                 async for delta in stream:
                     now = time.monotonic()
                     if now >= load.end_s:
@@ -157,6 +160,7 @@ async def _session(client: AsyncClient, load: Load, session: int, driven: Driven
                     if time.monotonic() >= load.begin_s:
                         driven.tpot_ms.append(stream.result.timings.tpot_ms)
                         driven.ttft_ms.append(stream.result.timings.ttft_ms)
+                        driven.answers += _answers(load, number, stream.result)
         except Overloaded:
             # The places of the last measurement's requests are given back while this one begins.
             if time.monotonic() >= load.begin_s:
@@ -168,6 +172,14 @@ async def _session(client: AsyncClient, load: Load, session: int, driven: Driven
                 [Round(record.step, record.result_ns, record.step_ns, record.forward_ns) for record in stream.rounds]
             )
         count += 1
+
+
+def _answers(load: Load, number: int, result: GenerationOutput) -> list[Answer]:
+    """The answer to a prompt, if that belongs to a category."""
+    return [
+        Answer(category, result.usage.completion_tokens, result.speculation.verify_steps, result.timings.total_ms / 1e3)
+        for category in load.prompts.categories[number : number + 1]
+    ]
 
 
 def _nothing() -> None:

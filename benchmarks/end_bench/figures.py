@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.end_bench.cells import Cell
 from benchmarks.end_bench.driving import Driven, Round
+from benchmarks.end_bench.prompts import CategoryFigures, by_category
 
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 
@@ -93,6 +94,7 @@ class CellFigures:
         target_busy: share of the time that each target spent in steps by its last heartbeat's account.
         draft_busy: likewise each draft.
         rounds: None where no two rounds were seen.
+        categories: of the requests that ended.
     """
 
     cell: Cell
@@ -109,6 +111,7 @@ class CellFigures:
     target_busy: tuple[float, ...]
     draft_busy: tuple[float, ...]
     rounds: RoundFigures | None
+    categories: Sequence[CategoryFigures]
 
     @classmethod
     def of(
@@ -145,6 +148,7 @@ class CellFigures:
             target_busy=_busy(after, registry_pb2.WORKER_ROLE_TARGET),
             draft_busy=_busy(after, registry_pb2.WORKER_ROLE_DRAFT),
             rounds=RoundFigures.of(requests, begin_s=begin_s, end_s=end_s),
+            categories=by_category(answer for one in driven for answer in one.answers),
         )
 
 
@@ -181,10 +185,25 @@ def as_dicts(cells: Sequence[CellFigures], *, scale_to: float | None = None) -> 
     found = []
     for one, speedup in zip(cells, speedups(cells), strict=True):
         figures = asdict(one)
-        cell, rounds = figures.pop("cell"), figures.pop("rounds")
+        cell, rounds, _ = (figures.pop(name) for name in ("cell", "rounds", "categories"))
         more: dict[str, Any] = {"gpus": one.cell.gpus, "speedup": speedup}
         if scale_to is not None and one.cell.mode != "off" and one.tpot_ms is not None:
             more["scaled_tpot_ms"] = one.tpot_ms * one.acceptance_length / scale_to
         cell["setup"] = one.cell.setup.name
         found.append(cell | figures | more | (rounds or {"rounds": 0}))
     return found
+
+
+def categories_as_dicts(cells: Sequence[CellFigures]) -> list[dict[str, Any]]:
+    """For JSON: a row for each category of each cell."""
+    return [
+        {
+            "setup": one.cell.setup.name,
+            "mode": one.cell.mode,
+            "temperature": one.cell.temperature,
+            "sessions": one.cell.sessions,
+            **asdict(category),
+        }
+        for one in cells
+        for category in one.categories
+    ]

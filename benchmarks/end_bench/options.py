@@ -11,27 +11,6 @@ from benchmarks.end_bench.arrivals import Arrivals
 from benchmarks.end_bench.cells import Cell, Plan, Setup
 from benchmarks.end_bench.services import ServiceOptions
 
-from outrider.models import embedded_target_path, held_out_prompts
-
-
-def prompts_of(length: int | None, target: Path | None) -> list[list[int]]:
-    """Held-out prompts as token ids; where a length is asked for, each goes on with those that follow it."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str((target or embedded_target_path()) / "tokenizer.json"))
-    ids = [tokenizer.encode(text).ids for text in held_out_prompts()]
-    if length is None:
-        return ids
-    joined = []
-    for first in range(len(ids)):
-        prompt: list[int] = []
-        place = first
-        while len(prompt) < length:
-            prompt += ids[place % len(ids)]
-            place += 1
-        joined.append(prompt[:length])
-    return joined
-
 
 def service_options(arguments: argparse.Namespace, *, coordinators: int, most_s: float) -> ServiceOptions:
     """How the roles are started, which may take no longer than `most_s`."""
@@ -137,7 +116,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
     add("--dtype", choices=("float32", "bfloat16"))
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
-    add("--prompt-tokens", type=int, help="length of prompts, made of several; default as they are")
+    add(
+        "--prompts", type=Path, metavar="FILE",
+        help="conversations, as `outrider bench` reads them: answers end where the model ends them, and the figures of "
+        "each category are told",
+    )  # fmt: skip
+    add("--prompt-tokens", type=int, help="without --prompts: length of prompts, made of several; default as they are")
     add("--max-new-tokens", type=int, default=128)
     add("--scale-to", type=float, metavar="LENGTH", help="also tell times per token scaled to this acceptance length")
     add("--warm-up", type=float, default=2.0, help="seconds of a cell that do not count")
@@ -152,25 +136,24 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--draft-args", default="")
     add("--output", type=Path, metavar="FOLDER", help="end_to_end.json and the processes' logs")
     options = parser.parse_args(given)
-    if (options.target is None) != (options.draft is None):
-        parser.error("--target and --draft: give both folders or none")
-    if options.arrivals < 1:
-        parser.error(f"--arrivals: {options.arrivals} given, 1 or more needed")
-    if options.gpus < 1:
-        parser.error(f"--gpus: {options.gpus} given, 1 or more needed")
-    if options.target_gpus < 1:
-        parser.error(f"--target-gpus: {options.target_gpus} given, 1 or more needed")
     on_gpu = options.device != "cpu"
     if options.setups is None:
         options.setups = ["1+1", "shared", "0+2"] if on_gpu else ["1+1"]
-    _check_setups(parser, options)
+    _check(parser, options)
     if options.kv_bytes is None and on_gpu:
         # Several workers share a GPU: none may take what is free.
         options.kv_bytes = 16 << 30
     return options
 
 
-def _check_setups(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if (options.target is None) != (options.draft is None):
+        parser.error("--target and --draft: give both folders or none")
+    if options.prompts is not None and options.target is None:
+        parser.error("--prompts: not with the embedded pair, which has no chat template")
+    for name in ("arrivals", "gpus", "target_gpus"):
+        if (given := getattr(options, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')}: {given} given, 1 or more needed")
     try:
         most = max(setup.targets for setup in plan_of(options).setups)
     except ValueError as error:

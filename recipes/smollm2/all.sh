@@ -3,11 +3,12 @@
 #
 #   sh recipes/smollm2/all.sh WORK [MINUTES]
 #
-# About twenty minutes on one H200, unless MINUTES says otherwise. WORK gets everything: target (fetched unless it is
-# there), text, draft, eagle/head, block/head, and a report.json of each. Text and draft go on where they have stopped.
+# About twenty minutes on one H200, unless MINUTES says otherwise, and some more for what they are worth. WORK gets
+# everything: target (fetched unless it is there), text, draft, eagle/head, block/head, a report.json of each, and
+# acceptance.json. Text and draft go on where they have stopped.
 # PYTHON names another interpreter.
 set -eu
-[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
 work=$1 minutes=${2:-20} python=${PYTHON:-python} recipes=$(cd "$(dirname "$0")/.." && pwd)
 
 minutes_of() {
@@ -36,3 +37,5 @@ unfinished "$python" "$recipes/smollm2/train.py" --work "$work" --stages train -
 train_head eagle --seconds "$(seconds_of 0.22)"
 train_head block --block --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(seconds_of 0.17)"
 "$python" "$recipes/smollm2/train.py" --work "$work" --stages report
+"$python" "$recipes/smollm2/acceptance.py" --target "$work/target" --draft "$work/draft" --head "$work/eagle/head" \
+    --block "$work/block/head" --ngram --output-json "$work/acceptance.json"

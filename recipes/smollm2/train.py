@@ -49,7 +49,6 @@ class Recipe:
         training: the loop.
         row_share: of all rows that are judged; about as many predict answers.
         held_out: conversations that are not trained on.
-        report_tokens: of each answer in the report.
     """
 
     draft: LlamaShape
@@ -58,7 +57,6 @@ class Recipe:
     text_tokens: int = 40_000_000
     row_share: float = 0.6
     held_out: int = 64
-    report_tokens: int = 128
 
 
 FULL = Recipe(
@@ -78,7 +76,6 @@ TINY = replace(
     training=TrainingConfig(steps=6, batch_sequences=2, sequence_tokens=64, compile=False),
     text_tokens=1024,
     held_out=2,
-    report_tokens=8,
 )
 
 
@@ -91,14 +88,12 @@ class Workplace:
         target: checkpoint folder.
         device: that they run on.
         deadline_s: on the clock of `time.perf_counter`.
-        prompts: of the report, at most.
     """
 
     work: Path
     target: Path
     device: torch.device
     deadline_s: float
-    prompts: int | None = None
 
     def load_target(self) -> Llama:
         """Return the target, fixed, in the dtype of the device's arithmetic."""
@@ -162,27 +157,17 @@ def export(recipe: Recipe, place: Workplace) -> bool:
 
 
 def report(recipe: Recipe, place: Workplace) -> bool:
-    """Measure the exported draft on held-out conversations, and through the service on the benchmark's prompts."""
-    from acceptance import measure_acceptance
-
-    folder, on_gpu = place.work / "draft", place.device.type == "cuda"
+    """Measure the exported draft on held-out conversations."""
+    folder = place.work / "draft"
     tokens, chosen_at = (each[: recipe.held_out] for each in read_shards(place.work / "text", place.device))
     draft = load_checkpoint(folder, shape_of_checkpoint(folder), place.device)
     held_out = measure_overlap(draft, place.load_target(), tokens, chosen_at)
     logger.info("%s", held_out)
-    prompts = read_chat_prompts(place.target)
-    prompts = prompts[:: max(1, len(prompts) // (place.prompts or len(prompts)))][: place.prompts]
-    arguments = ["--device", str(place.device)]
-    # Both workers are on one GPU: none may take most of what is free.
-    arguments += ["--kv-bytes", "4000000000"] if on_gpu else []
     measured = {
-        "device": torch.cuda.get_device_name(place.device) if on_gpu else "CPU",
+        "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "recipe": asdict(recipe),
         "held_out": held_out,
-        "acceptance": measure_acceptance(
-            place.target, folder, prompts, new_tokens=recipe.report_tokens, worker_args=arguments
-        ),
     }
     (place.work / "report.json").write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return True
@@ -200,7 +185,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, help="that it writes at a time: memory of its keys and values")
     parser.add_argument("--steps", type=int, help="of the distillation; learning rates fall towards the last one")
     parser.add_argument("--batch", type=int, help="conversations of a step")
-    parser.add_argument("--prompts", type=int, help="of the report; default: all")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a few steps of each stage, to try the recipe itself")
     options = parser.parse_args(arguments)
@@ -210,7 +194,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target=options.target or options.work / "target",
         device=torch.device(options.device),
         deadline_s=time.perf_counter() + 60 * options.minutes if options.minutes else float("inf"),
-        prompts=options.prompts,
     )
     recipe = _recipe(options)
     stages = {"text": write_text, "train": train, "export": export, "report": report}

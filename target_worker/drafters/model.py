@@ -16,8 +16,8 @@ from it, and no path is longer than its block.
 A head computes committed tokens once more from the target's hidden states, and grows what hangs below them anew. It
 begins with a session once the target has computed its prompt: its rows have the target's states.
 
-A session whose KV finds no slot here goes on without growth until others end. Sessions that ask for whole trees (sync
-mode), for another rule than the coupled one or for a grammar are not drafted.
+A session whose KV finds no slot here goes on without growth until others end. Sessions that ask for another rule than
+the coupled one or for a grammar are not drafted. In sync mode all steps run before a round, whether they pay or not.
 """
 
 from collections import deque
@@ -171,10 +171,12 @@ class ResidentProgram(GrowthProgram):
         follow_records(records, count, is_drafted, self._followed, place=self._place, longest=longest)
         graft(self.pool, self._followed, count, self._follow_verdicts, self._no_commits, self._num_none)
         self._commit(tokens, num_tokens)
+        state = self.pool.state
         if self._regrows:
-            # While the target computes a prompt, and while it rests, so does the drafter's row.
-            state = self.pool.state
+            # While the target computes a prompt, the drafter's row rests.
             state.copy_(torch.where(state == RowState.EMPTY, state, self._target.state))
+        # A session that is held may wait for a tree.
+        state.masked_fill_(state == RowState.HELD, int(RowState.RUNNING))
 
     def _take(self) -> None:
         """See `GrowthProgram`: rounds have done it, in `follow`."""
@@ -305,6 +307,7 @@ class ResidentModel:
             max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching)
             * self.is_drafted[row],
             max_depth=min(session.max_depth, self._max_depth),
+            is_fixed=session.is_sync,
         )
 
     def follow(
@@ -342,7 +345,9 @@ class ResidentModel:
         expected_ns = self._expected_ns(verified)
         # Beside prompts alone the drafter computes its own.
         count, is_trial = min(len(sessions), 1), False
-        if verified:
+        if any(session.is_sync for session in sessions):
+            count = self.pace.most
+        elif verified:
             count, is_trial = self.pace.choose(verified, expected_ns, rates), self.pace.is_trial
         count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in sessions)

@@ -43,11 +43,12 @@ class DraftSteps:
         most: steps before a round.
 
     Attributes:
+        most: as given.
         is_trial: whether the last choice has one step more than pays.
     """
 
     def __init__(self, most: int = MOST_STEPS) -> None:
-        self._most = most
+        self.most = most
         self._values: Floats = np.power(_PRIOR_DECAY, np.arange(most, dtype=np.float64))
         self._hits, self._places = _PRIOR_HITS * _MOST_PLACES / 8, _MOST_PLACES / 8
         self._saved_ns, self._trial_rounds = 0.0, 0
@@ -63,11 +64,11 @@ class DraftSteps:
         """
         self.is_trial = False
         if not times_ns:
-            return min(_FIRST_STEPS, self._most)
-        hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self._most])
+            return min(_FIRST_STEPS, self.most)
+        hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self.most])
         gained = hit_rate * sessions * _sums(self._values)
         count = int(rates(gained, hit_rate, _sums(steps_ns)).argmax())
-        if count == self._most:
+        if count == self.most:
             self._trial_rounds = 0
             return count
         most_ns = 2 * _TRIAL_ROUNDS * float(steps_ns.max())

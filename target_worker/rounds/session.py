@@ -139,7 +139,7 @@ class Session:
     def is_drafted_by(self, source: GrowthSource) -> bool:
         """True if a resident drafter grows its tree: what it puts out is chosen from ranked logits alone."""
         sampling = self.sampling
-        if self.mode is not SpeculationMode.ASYNC or source not in self.sources:
+        if self.mode is SpeculationMode.OFF or source not in self.sources:
             return False
         return sampling.rule is VerificationRule.COUPLED and not sampling.grammar and not sampling.forced_token_ids
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from benchmarks.against_vllm import Bench, main
+from benchmarks.end_bench.prompts import Prompts
+from tests.chat_llama import write_chat_llama
 
+from outrider.coordinator.bench.prompts import DEFAULT_FILE, read_prompts
 from outrider.models import embedded_target_path
 
 _STEP_S = 0.25
@@ -79,7 +82,7 @@ def test_a_window_counts_its_own_steps_of_a_closed_loop():
     bench = Bench(
         vllm=fake_vllm(engine),
         engine=engine,
-        prompts=[[1], [2]],
+        prompts=Prompts(token_ids=[[1], [2]], categories=["chat", "code"]),
         max_new_tokens=8,
         warm_up_s=1.0,
         measure_s=2.0,
@@ -98,6 +101,23 @@ def test_a_window_counts_its_own_steps_of_a_closed_loop():
     assert len(engine.seen) == 9
     assert engine.running == {}
     assert {sampling.seed for sampling in engine.seen.values()} == set(range(9))
+    assert {sampling.ignore_eos for sampling in engine.seen.values()} == {True}
+    # Requests in turn: three that began before it, with four tokens of the warm-up, and three that began in it.
+    slow, fast = 8 / 1.5, 8 / 1.0
+    assert bench.categories == [
+        {
+            "temperature": 1.0,
+            "sessions": 3,
+            "category": category,
+            "requests": 3,
+            "tokens_per_verification": 3 * 8 / steps,
+            "request_tokens_per_s": pytest.approx(tokens_per_s),
+        }
+        for category, steps, tokens_per_s in (
+            ("chat", 6 + 6 + 4, (slow + slow + fast) / 3),
+            ("code", 6 + 4 + 4, (slow + fast + fast) / 3),
+        )
+    ]
 
 
 def test_figures_are_written_with_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -109,6 +129,19 @@ def test_figures_are_written_with_what_was_measured(monkeypatch: pytest.MonkeyPa
     assert [cell["sessions"] for cell in found["cells"]] == [1, 2]
     assert (found["versions"]["vllm"], found["draft_tokens"]) == ("0.0", 0)
     assert found["command"].startswith("python benchmarks/against_vllm.py --target")
+
+
+def test_conversations_end_where_the_model_ends_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    engine, path, target = FakeEngine(), tmp_path / "vllm.json", write_chat_llama(tmp_path / "target")
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm(engine))
+    arguments = ["--target", str(target), "--prompts", str(DEFAULT_FILE), "--sessions", "9", "--temperatures", "0"]
+    assert (
+        main([*arguments, "--warm-up", "0", "--measure", "1", "--max-new-tokens", "4", "--output-json", str(path)]) == 0
+    )
+    assert all((one.ignore_eos, one.stop_token_ids) == (False, [1]) for one in engine.seen.values())
+    # A prompt of each category after the other: nine sessions begin with one of each.
+    categories = {row["category"] for row in json.loads(path.read_text())["categories"]}
+    assert categories == {prompt.category for prompt in read_prompts(DEFAULT_FILE)}
 
 
 def test_vllm_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

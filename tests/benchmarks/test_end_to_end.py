@@ -14,9 +14,12 @@ from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
 from benchmarks.end_bench.links import LISTENING, PROXIED, Links
-from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
+from benchmarks.end_bench.options import parse, plan_of, service_options
+from benchmarks.end_bench.prompts import Answer, CategoryFigures, Prompts, by_category, prompts_of
 from benchmarks.end_bench.services import places_of, visible_devices
+from tests.chat_llama import write_chat_llama
 
+from outrider.coordinator.bench.prompts import DEFAULT_FILE, read_prompts
 from outrider.v1 import generation_pb2, registry_pb2
 
 MS = 1_000_000
@@ -121,9 +124,17 @@ def test_a_links_round_trips_are_longer_and_no_others():
 
 
 def test_long_prompts_are_made_of_several():
-    whole = prompts_of(None, None)
-    assert prompts_of(len(whole[3]) + 2, None)[3] == whole[3] + whole[4][:2]
-    assert {len(prompt) for prompt in prompts_of(300, None)} == {300}
+    whole = prompts_of(None, None).token_ids
+    assert prompts_of(len(whole[3]) + 2, None).token_ids[3] == [*whole[3], *whole[4][:2]]
+    assert {len(prompt) for prompt in prompts_of(300, None).token_ids} == {300}
+
+
+def test_answers_are_counted_by_category():
+    answers = [Answer("code", 30, 10, 2.0), Answer("chat", 7, 7, 1.0), Answer("code", 10, 10, 2.0)]
+    assert by_category(answers) == [
+        CategoryFigures(category="chat", requests=1, tokens_per_verification=1, request_tokens_per_s=7),
+        CategoryFigures(category="code", requests=2, tokens_per_verification=2, request_tokens_per_s=10),
+    ]
 
 
 def rounds(*steps: int, first_ns: int = 0, each_ns: int = 10 * MS, step_ns: int = 8 * MS) -> list[Round]:
@@ -189,7 +200,7 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
 
 def test_requests_of_a_session_differ_and_repeat_in_another_run():
     load = Load(
-        endpoint="", prompts=["a"], first=4, sessions=3, traced=1, mode="async", temperature=1.0,
+        endpoint="", prompts=Prompts(token_ids=[[1]]), first=4, sessions=3, traced=1, mode="async", temperature=1.0,
         rule="synthetic", synthetic=(0.5,), max_new_tokens=8, begin_s=0, end_s=0,
     )  # fmt: skip
     options = [load.options(session, count) for session in (4, 5) for count in (0, 1)]
@@ -224,6 +235,20 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
     for row in report["arrivals"]:
         assert all(0 < median <= largest for median, largest in (row["ttft_ms"], row["longest_ms"]))
     assert (tmp_path / "target-0.log").is_file()
+
+
+def test_conversations_are_told_by_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = str(write_chat_llama(tmp_path / "model"))
+    arguments = ["--target", model, "--draft", model, "--prompts", str(DEFAULT_FILE), "--setups", "resident"]
+    arguments += ["--gpus", "1", "--sessions", "9", "--temperatures", "0", "--modes", "async", "--clients", "1"]
+    assert command.main([*arguments, "--warm-up", "0.2", "--measure", "4", "--max-new-tokens", "8"]) == 0
+    rows = json.loads(capsys.readouterr().out)["categories"]
+    # Nine sessions begin with a conversation of each category.
+    assert [row["category"] for row in rows] == sorted({prompt.category for prompt in read_prompts(DEFAULT_FILE)})
+    assert all(
+        (row["setup"], row["mode"], row["temperature"], row["sessions"]) == ("resident", "async", 0, 9) for row in rows
+    )
+    assert all(row["tokens_per_verification"] >= 1 and row["request_tokens_per_s"] > 0 for row in rows)
 
 
 def test_workers_are_on_gpus_that_the_benchmark_sees(monkeypatch: pytest.MonkeyPatch):

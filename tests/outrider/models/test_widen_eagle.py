@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +147,9 @@ def test_heads_that_cannot_be_widened(small: tuple[Path, Path], tmp_path: Path) 
 def test_published_sizes(small: tuple[Path, Path]) -> None:
     """Shapes alone: the head of an 8B target has as many weights as the published ones."""
     config, weights = load_small(small[0])
-    eagle = WidenedEagle(
-        *load_small(small[1]), target=config, embedding=weights["model.embed_tokens.weight"],
-        shape=replace(widen.SHAPES["8b"]), dtype=torch.bfloat16, fill_seed=None,
-    )  # fmt: skip
-    shapes = eagle.tensor_shapes()
+    options: dict[str, Any] = {"target": config, "embedding": weights["model.embed_tokens.weight"], "fill_seed": None}
+    options |= {"shape": widen.SHAPES["8b"], "dtype": torch.bfloat16}
+    shapes = WidenedEagle(*load_small(small[1]), **options).tensor_shapes()
     assert shapes["fc.weight"] == (4096, 12288)
     # head_dim is the small model's: 16 instead of 128 channels for each of 32 query and 8 key and value heads
     assert shapes["midlayer.self_attn.q_proj.weight"] == (32 * 16, 8192)
@@ -160,6 +157,8 @@ def test_published_sizes(small: tuple[Path, Path]) -> None:
     assert shapes["midlayer.mlp.down_proj.weight"] == (4096, 14336)
     assert shapes["lm_head.weight"] == (32_000, 4096)
     assert (shapes["d2t"], shapes["t2d"]) == ((32_000,), (128_256,))
+    larger = WidenedEagle(*load_small(small[1]), **options, draft_vocab=SMALL_VOCAB)
+    assert larger.tensor_shapes()["lm_head.weight"] == (128, 4096)
 
 
 @pytest.mark.parametrize("role", ["eagle", "block"])

@@ -34,6 +34,7 @@ from outrider.sampling import SpeculationMode, VerificationRule
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps
+from outrider.target_worker.rounds.growth import Growth
 
 pytestmark = pytest.mark.usefixtures("device")
 GREEDY, COUPLED = SPECS["greedy"], SPECS["coupled"]
@@ -226,11 +227,10 @@ def test_log_probabilities_are_those_without_nodes(resident: Resident, reference
     "changes",
     [
         {"mode": SpeculationMode.OFF},
-        {"mode": SpeculationMode.SYNC},
         {"sources": [GrowthSource.NGRAM]},
         {"sampling": TARGET_ONLY},
     ],
-    ids=["off", "sync", "n-grams", "target_only"],
+    ids=["off", "n-grams", "target_only"],
 )
 def test_sessions_that_are_not_drafted_have_plain_rounds(resident: Resident, changes: dict[str, Any]):
     resident.loop.open(replace(open_request(1, replace(GREEDY, max_new_tokens=6)), **changes))
@@ -240,6 +240,29 @@ def test_sessions_that_are_not_drafted_have_plain_rounds(resident: Resident, cha
         assert resident.check_pools() == 0
     assert results and all(result.selected == 0 for result in results)
     assert resident.drafter.steps == steps
+
+
+def test_in_sync_mode_every_round_verifies_a_whole_tree(checkpoint: Path, draft_folder: Path, reference_model):
+    """Also of a session that waits for a draft worker's tree beside another's rounds, and if no step pays."""
+    resident = Resident(checkpoint, draft_folder, steps=0)
+    wanted = plain_decode(reference_model, PROMPT, GREEDY).tokens
+    tokens, turns = dict[int, list[int]]({1: [], 2: []}), 0
+    for number in tokens:
+        request = open_request(number, GREEDY)
+        resident.loop.open(replace(request, mode=SpeculationMode.SYNC, max_depth=2, sync_wait_ms=3_600_000))
+    resident.loop.forget((7, 2), 1, 0)
+    while resident.loop.session_count or resident.loop.has_work:
+        turns += 1
+        if turns % 4 == 0 and (7, 2) in resident.loop.keys:
+            length = len(PROMPT) + len(tokens[2])
+            resident.loop.grow(Growth.of_session((7, 2), 1, 0, length, [], [], [], [], is_complete=True))
+        for result in resident.loop.turn():
+            left = len(wanted) - len(tokens[result.key[1]])
+            tokens[result.key[1]] += result.tokens
+            # The root's children and, of one of them at least, its own.
+            assert result.selected > 4 or left <= 2
+    assert tokens == {1: wanted, 2: wanted}
+    resident.check_empty()
 
 
 def test_a_session_without_speculation_is_not_drafted_beside_one_with(resident: Resident):
