@@ -170,8 +170,9 @@ def write_shards(
     left_out: Sequence[str],
     dtype: torch.dtype,
     deadline_s: float,
+    part: tuple[int, int] = (0, 1),
 ) -> bool:
-    """Write rounds of conversations, one file each, after those that are there; return whether all are written.
+    """Write rounds of conversations, one file each, unless they are there; return whether all are written.
 
     Args:
         model: that writes them.
@@ -182,10 +183,11 @@ def write_shards(
         left_out: messages; a conversation with the beginning of one is dropped.
         dtype: of the arithmetic.
         deadline_s: on the clock of `time.perf_counter`; a round that would end later does not begin.
+        part: (I, N): every Nth round, from the Ith on, where others write the rest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     chat, longest_s = chat_format(tokenizer), 0.0
-    number = 0
+    number, parts = part
     while number * config.sequences * config.tokens < most_tokens:
         file = folder / f"{number:05}.npz"
         if not file.exists():
@@ -207,7 +209,7 @@ def write_shards(
             taken_s = time.perf_counter() - begun
             longest_s = max(longest_s, taken_s)
             logger.info("round %d: %d conversations in %.1f s", number, int(kept.sum()), taken_s)
-        number += 1
+        number += parts
     return True
 
 

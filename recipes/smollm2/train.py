@@ -88,12 +88,14 @@ class Workplace:
         target: checkpoint folder.
         device: that they run on.
         deadline_s: on the clock of `time.perf_counter`.
+        part: of the rounds of text, as `write_shards` takes it.
     """
 
     work: Path
     target: Path
     device: torch.device
     deadline_s: float
+    part: tuple[int, int] = (0, 1)
 
     def load_target(self) -> Llama:
         """Return the target, fixed, in the dtype of the device's arithmetic."""
@@ -121,6 +123,7 @@ def write_text(recipe: Recipe, place: Workplace) -> bool:
         left_out=messages,
         dtype=compute_dtype(place.device),
         deadline_s=place.deadline_s,
+        part=place.part,
     )
 
 
@@ -182,6 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="after which the command ends")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--text-tokens", type=int, help="that the target writes")
+    parser.add_argument("--part", type=int, nargs=2, metavar=("I", "N"), default=(0, 1),
+                        help="of the text: every Nth round from the Ith on, for a machine with N GPUs")  # fmt: skip
     parser.add_argument("--sequences", type=int, help="that it writes at a time: memory of its keys and values")
     parser.add_argument("--steps", type=int, help="of the distillation; learning rates fall towards the last one")
     parser.add_argument("--batch", type=int, help="conversations of a step")
@@ -194,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target=options.target or options.work / "target",
         device=torch.device(options.device),
         deadline_s=time.perf_counter() + 60 * options.minutes if options.minutes else float("inf"),
+        part=tuple(options.part),
     )
     recipe = _recipe(options)
     stages = {"text": write_text, "train": train, "export": export, "report": report}
