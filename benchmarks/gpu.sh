@@ -7,8 +7,9 @@
 #
 # Without names those of the first line, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end,
 # replicas and arriving. Only by name: round-trips, longer links (three minutes); both, a resident head beside a draft
-# worker (two); vllm, the same loads on vLLM, on both GPUs at once (six; VLLM names its interpreter); four-gpus (ten);
-# pool, the candidate pool's tests, sanitizers and figures (four); rounds, a target's rounds in process (six).
+# worker, and one with one guess a round whose target has both GPUs (four); vllm, the same loads on vLLM, on both GPUs at once (six; VLLM names its interpreter); four-gpus (ten);
+# pool, the candidate pool's tests, sanitizers and figures (four); rounds, a target's rounds in process, with
+# resident drafters too (nine).
 # Conversations, by what recipes/smollm2/all.sh has written to the folder $SMOLLM2, four minutes each: chat-model,
 # chat-head and chat-block, drafters on the target's GPU; chat-two, the draft model on a second one; chat-vllm, four runs
 # of vLLM, one on each GPU that there is. The first of them writes the target, which takes two minutes more.
@@ -16,7 +17,7 @@
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB, as much again for
 # conversations; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas arriving one-gpu
@@ -39,11 +40,12 @@ part() {
     [ $code -eq 0 ] || failed=1
 }
 
-# pytest-benchmark, where it is installed, warns that it is off under xdist, and warnings are errors here.
+# pytest-benchmark, where it is installed, warns that it is off under xdist, and warnings are errors here. References
+# compute on the CPU: with threads of their own, processes would take the cores from each other.
 gpu_tests() {
     name=$1
     shift
-    part 400 "$name" "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider --durations=10 "$@"
+    part 400 "$name" env OMP_NUM_THREADS=1 "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider --durations=10 "$@"
 }
 
 # widened ROLE SHAPE [LENGTH]: the embedded model in that shape, and for texts that long, written once
@@ -134,10 +136,11 @@ side_by_side() {
 
 for name in "$@"; do
     case $name in
-        tests) gpu_tests tests -n "${WORKERS:-8}" tests/kernels tests/outrider tests/target_worker tests/draft_worker tests/benchmarks \
+        tests) gpu_tests tests -n "${WORKERS:-$(($(nproc) * 3 / 4))}" tests/kernels tests/outrider tests/target_worker tests/draft_worker tests/benchmarks \
             --deselect tests/outrider/engine/test_tensor_parallel.py --deselect tests/outrider/engine/test_weight_reload.py ;;
         # Side by side: their models are small, and each captures graphs for the better part of a minute.
-        ranks) gpu_tests ranks -n 5 --dist load tests/outrider/engine/test_tensor_parallel.py tests/outrider/engine/test_weight_reload.py
+        ranks) gpu_tests ranks -n 5 --dist load tests/outrider/engine/test_tensor_parallel.py tests/outrider/engine/test_weight_reload.py \
+            tests/target_worker/rounds/test_tensor_parallel.py
             part 240 tensor_parallel "$python" benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 ;;
         draft) for shape in 160m 1b; do
                 part 180 "draft_service_$shape" "$python" benchmarks/draft_service.py --device cuda --shape "$shape" \
@@ -165,7 +168,12 @@ for name in "$@"; do
         rounds) widened target 8b 8192
             rounds rounds 300 --modes off replay --sessions 1 16 64 256
             rounds rounds_timeline 90 --modes replay --sessions 1 --max-new-tokens 768 --rounds 100 --chance 0.9 \
-                --timeline "$out/rounds_timeline.png" ;;
+                --timeline "$out/rounds_timeline.png"
+            widened draft 160m 8192
+            widened eagle 8b
+            for draft in draft-160m-8192 eagle-8b; do
+                rounds "rounds_resident_$draft" 90 --modes resident --sessions 1 16 64 --draft "$checkpoints/$draft"
+            done ;;
         one-gpu) resident model --draft "$checkpoints/draft-160m" --modes off async --temperatures 0 1 0.6 --synthetic 0
             widened eagle 8b
             resident head --draft "$checkpoints/eagle-8b" --modes async
@@ -176,7 +184,10 @@ for name in "$@"; do
             side_by_side end_to_end shared 120 --gpus 1 --setups shared --modes async --sessions 1 16 64 --temperatures 0 1 ;;
         both) widened eagle 8b
             end_to_end both 120 --setups 1+1 --modes async --sessions 1 16 64 --temperatures 1 \
-                --target-args="$awake --draft-model $checkpoints/eagle-8b" ;;
+                --target-args="$awake --draft-model $checkpoints/eagle-8b"
+            end_to_end head_one_guess_tp2 120 --gpus 2 --target-gpus 2 --setups resident --draft "$checkpoints/eagle-8b" \
+                --modes off async --sessions 1 16 64 256 --temperatures 0 \
+                --target-args="$awake --draft-branching 1 --max-draft-steps 1" ;;
         vllm) widened target 8b
             widened draft 160m
             for draft_tokens in 0 2 4 8; do
