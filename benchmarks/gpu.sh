@@ -5,14 +5,14 @@
 #                               [round-trips] [both] [vllm] [four-gpus] [pool] [rounds]
 #                               [chat-model] [chat-head] [chat-block] [chat-two] [chat-vllm]
 #
-# Without names those of the first line, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-
-# end, replicas and arriving. Only by name: round-trips, longer links (three minutes); both, a resident head beside a
-# draft worker, and one with one guess a round whose target has both GPUs (four); vllm, the same loads on vLLM, on both
-# GPUs at once (six; VLLM names its interpreter); four-gpus (ten); pool, the candidate pool's tests, sanitizers and
-# figures (four); rounds, a target's rounds in process, with resident drafters too (nine).
-# Conversations, by what recipes/smollm2/all.sh has written to the folder $SMOLLM2, four minutes each: chat-model, chat-
-# head and chat-block, drafters on the target's GPU; chat-two, the draft model on a second one; chat-vllm, four runs of
-# vLLM, one on each GPU that there is. The first of them writes the target, which takes two minutes more.
+# Without names those of the first line, about twenty-five minutes on two GPUs; with one GPU leave out ranks,
+# end-to-end, replicas and arriving. Only by name: round-trips, longer links (three minutes); both, a resident head
+# beside a draft worker, and one with one guess a round whose target has both GPUs (four); vllm, the same loads on vLLM,
+# on both GPUs at once (six; VLLM names its interpreter); four-gpus (ten); pool, the candidate pool's tests, sanitizers
+# and figures (four); rounds, a target's rounds in process, with resident drafters too (nine).
+# Conversations, by what recipes/smollm2/all.sh has written to the folder $SMOLLM2, four minutes each: chat-model,
+# chat-head and chat-block, drafters on the target's GPU; chat-two, the draft model on a second one; chat-vllm, four
+# runs of vLLM, one on each GPU that there is. The first of them writes the target, which takes two minutes more.
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names
 # another interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB, as much again for conversations; default
 # FOLDER/checkpoints).
