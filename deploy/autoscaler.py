@@ -97,7 +97,6 @@ class Autoscaler:
 
         Args:
             infos: what the coordinators that can be reached say now.
-            drafts: how many are wanted so far.
             now_s: of a monotonic clock.
         """
         sample = Sample.of(infos, now_s)

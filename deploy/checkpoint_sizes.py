@@ -31,8 +31,6 @@ class CheckpointSizes:
         """Read them.
 
         Args:
-            folder: of the checkpoint.
-            config: its config.json.
             number_bytes: of a weight once it is loaded; 1 rounds matrices to 8 bits.
             kv_number_bytes: of a key's or a value's number.
 

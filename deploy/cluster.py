@@ -31,8 +31,6 @@ class Deployment:
     """Brings a deployment up, keeps it while this process lives, and ends it.
 
     Args:
-        config: of the deployment.
-        roles: what the actors run.
         detach: leave it running when this process ends; one of this name that runs already is taken for it.
         tell: hears what happens to it, a line at a time.
 
@@ -210,9 +208,7 @@ async def end(controller: Any, *, role_timeout_s: float | None, config: DeployCo
     """Ends a deployment by its controller, and the controller.
 
     Args:
-        controller: its handle.
         role_timeout_s: that each role gets; default what the configuration says, and then a little more.
-        config: of the deployment.
     """
     roles_s = 2 * config.stop_timeout_s + _STOP_SLACK_S if role_timeout_s is None else 2 * role_timeout_s
     try:

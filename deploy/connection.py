@@ -55,7 +55,6 @@ def attach(address: str, name: str) -> Any:
     Args:
         address: "auto" is the Ray that `outrider serve` has started on this machine for this name, else the cluster
             that this machine is part of; or host:port, or ray://host:port.
-        name: of the deployment.
 
     Raises:
         ConnectionError: there is no such cluster, or no such deployment on it.

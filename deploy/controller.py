@@ -39,11 +39,7 @@ _DOWN, _UP, _SERVING, _STOPPING = "down", "starting", "serving", "stopping"
 
 
 class SavedState:
-    """The state of one deployment, of plain values.
-
-    Args:
-        name: of the deployment.
-    """
+    """The state of one deployment, of plain values."""
 
     def __init__(self, name: str) -> None:
         self._key = f"deployment/{name}".encode()
@@ -70,8 +66,6 @@ class Controller:
     """Starts, watches, scales, drains and replaces the roles of one deployment.
 
     Args:
-        config: of the deployment.
-        roles: what the actors run.
         home: id of the node that the deployment was started on.
         owned: end the deployment when nobody has called `keep` for a while; otherwise only until it serves.
     """
@@ -178,7 +172,6 @@ class Controller:
         Where there is no room for one more, the old one goes first: without a draft there is only less speed.
 
         Args:
-            role: draft, or target.
             model: checkpoint folder of the new drafts; default what each had.
 
         Returns:

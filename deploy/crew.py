@@ -96,8 +96,6 @@ class Crew:
     """Starts and ends a deployment's actors; knows nothing of when that is called for.
 
     Args:
-        config: of the deployment.
-        roles: what the actors run.
         home: id of the node that the deployment was started on.
         controller: Ray's handle of the actor that this runs in; workers ask it for the coordinators' addresses.
     """
@@ -164,7 +162,6 @@ class Crew:
         """Starts one more of a role; it serves some time later.
 
         Args:
-            role: of the actor.
             model: the checkpoint folder of a worker; default the configured one.
 
         Raises:

@@ -38,12 +38,7 @@ class Seen:
 
 
 class Machines:
-    """Looks at the machines, and remembers since when one has not answered.
-
-    Args:
-        silence_s: how long one may be silent.
-        clock: in seconds.
-    """
+    """Looks at the machines, and remembers since when one has not answered."""
 
     def __init__(self, *, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._silence_s, self._clock = silence_s, clock

@@ -335,8 +335,6 @@ def _place_drafter(config: DeployConfig, draft: ModelFiles | None, gpus: int | N
     """Fill in where the draft model runs.
 
     Args:
-        config: of the deployment.
-        draft: its draft model.
         gpus: of this machine; None where they are a cluster's.
 
     Returns:

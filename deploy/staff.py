@@ -29,9 +29,6 @@ class Staff:
     """Changes a deployment's roles; who calls sees to it that one change follows the other.
 
     Args:
-        config: of the deployment.
-        crew: its actors.
-        view: its coordinators' answers.
         save: called when something has changed that a successor has to know.
 
     Attributes:

@@ -37,7 +37,6 @@ class ServedBy:
 
     Args:
         infos: endpoint -> what its coordinator says; those that did not answer are missing.
-        endpoints: of all coordinators.
     """
 
     def __init__(self, infos: Mapping[str, generation_pb2.ServerInfo], endpoints: Sequence[str]) -> None:

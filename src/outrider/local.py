@@ -28,15 +28,11 @@ class LocalService:
     """One coordinator, target workers and draft workers as child processes.
 
     Args:
-        drafts: draft workers.
-        targets: target workers.
         target_model: checkpoint folder; default the embedded target.
         draft_model: checkpoint folder; default the embedded draft.
         target_threads: CPU threads of each target; default all cores but one.
         draft_threads: CPU threads of each draft.
         coordinator_args: further options of `outrider coordinator`, as on the command line.
-        target_args: of `outrider target-worker`.
-        draft_args: of `outrider draft-worker`.
         certificates: folder that `outrider certs` has made: everything talks TLS then.
         token_file: of tokens that the coordinator asks for.
         token: a good one, for this object's own look at the workers.

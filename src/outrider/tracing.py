@@ -58,7 +58,6 @@ class Tracing:
         """A span that has begun.
 
         Args:
-            name: what it is of.
             parent: traceparent of another process, or a span of this one; default what goes on in this thread or task.
             start_ns: when it began, by the monotonic clock; default now.
             links: spans of other traces that it is about.
@@ -190,13 +189,7 @@ class _TracedSession:
 
 
 class SessionTraces:
-    """The spans of the sessions that came over one stream to a worker.
-
-    Args:
-        tracing: makes them.
-        role: of the worker.
-        metadata: of the stream.
-    """
+    """The spans of the sessions that came over one stream to a worker."""
 
     def __init__(self, tracing: Tracing, role: str, metadata: Iterable[tuple[str, Any]] | None) -> None:
         self._tracing = tracing

@@ -120,7 +120,6 @@ class CorpusLoader:
     """Load corpora into a trie in the background.
 
     Args:
-        paths: the files.
         checkpoint: folder whose tokenizer reads texts.
         vocab_size: token ids from here on are refused.
 

@@ -73,10 +73,6 @@ class _Session:
 class NgramDrafter:
     """All sessions of a worker that grow by its trie.
 
-    Args:
-        trie: shared by all sessions.
-        config: see `NgramDrafterConfig`.
-
     Attributes:
         calibration: of all sessions.
         steps: matches with growth so far.

@@ -102,13 +102,7 @@ class Proposals:
 
 
 def propose(trie: NgramTrie, texts: TextTails, config: ProposalConfig) -> Proposals:
-    """Return what may follow each text.
-
-    Args:
-        trie: of D tokens a path.
-        texts: D - 1 tokens wide.
-        config: see `ProposalConfig`.
-    """
+    """Return what may follow each text."""
     size = config.draft_tokens
     tokens, parents, counts, contexts = np.zeros((4, len(texts), size), np.int32)
     shares, found = np.zeros((len(texts), size)), np.zeros((len(texts), 2), np.int32)

@@ -58,9 +58,7 @@ class Endpoints(Generic[_Channel]):
     """All of them.
 
     Args:
-        addresses: host:port each.
         connect: opens a channel to one; gRPC dials when the first call is made.
-        make_stub: of a channel.
     """
 
     def __init__(

@@ -74,8 +74,6 @@ class Progress:
     """One generation: gives the request to send, takes what comes, and says how to go on after a break.
 
     Args:
-        prompt: text or token ids.
-        options: see `GenerateOptions`.
         max_resumes: attempts in a row at each endpoint without a new token between them.
         endpoints: how many there are to turn to in turn.
 
@@ -168,7 +166,6 @@ class Progress:
         There is no wait before another endpoint: only when all have been tried in vain, and the longer the more often.
 
         Args:
-            error: what ended the last attempt.
             is_new: there may be no such service. Then what has not started is tried at every endpoint once, and so is
                 what all are too busy for.
         """

@@ -15,7 +15,6 @@ def count_trial(bucket: int, came_true: int, estimate: float, arrays: Any) -> No
     """Count a child of a parent on the committed path.
 
     Args:
-        bucket: of the child.
         came_true: 1 if it was committed, else 0.
         estimate: given out for it.
         arrays: `LearnedBuckets.arrays`; written.

@@ -25,7 +25,6 @@ class Expansions:
     """The children of expanded nodes.
 
     Args:
-        sessions: S.
         lines: L of the largest step.
         branching: K.
 

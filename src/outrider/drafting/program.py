@@ -93,9 +93,7 @@ def growth_buckets(
     A CPU computes no padding, so one bucket serves all steps there.
 
     Args:
-        config: see there.
         sessions: of the largest buckets.
-        on_gpu: where steps run.
         least_rows: of a bucket, as far as steps have as many.
         committed_rows: that a session needs after a round, for tokens without KV.
     """
@@ -120,13 +118,7 @@ class GrowthProgram:
     """The pool of a draft model's sessions, and the steps that grow it.
 
     Args:
-        model: the forward pass.
-        config: see there.
         calibration: gives estimates; its learned table moves into memory that the device reads.
-        sessions: S.
-        num_slots: KV slots of the model.
-        vocab_size: V.
-        device: of the model.
         captures: whether steps are captured in CUDA graphs.
         ahead: most steps that are launched, and not read.
         regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
@@ -256,10 +248,7 @@ class GrowthProgram:
         """Write the columns of a row that no launched step uses; they are in place on return.
 
         Args:
-            row: of the pool.
-            sampling: parameters of the request.
             tokens: committed, prompt and output.
-            prompt_len: tokens of the prompt.
             stop_ids: tokens whose nodes have no children.
             max_nodes, max_depth: bounds of its tree.
             is_fixed: whether its estimates come from the calibration's prior alone.
@@ -317,7 +306,6 @@ class GrowthProgram:
         """Run a step, perhaps with processors; on a GPU nothing is waited for.
 
         Args:
-            bucket: its number.
             processes: whether there are processors.
             is_first: of the steps between two commits.
         """

@@ -75,9 +75,6 @@ class Decoder:
     """One rank's part of a model.
 
     Args:
-        spec: the architecture.
-        weights: of this rank.
-        attend: the attention operator.
         all_reduce: [P, T, N] of this rank to [P', T, N] whose parts add up to the sum over all ranks; needed with more
             than one rank.
         sum_norm: `residual_norm` of an addend [P, T, N] of this rank whose sum over all ranks is meant.

@@ -112,12 +112,7 @@ def load_decoder_weights(
     """The weights of one rank on its device.
 
     Args:
-        source: where the tensors come from.
-        spec: the architecture.
-        device: where they go.
         dtype: of all but Gemma's norms and the rotary tables.
-        rank: 0 to world_size - 1.
-        world_size: ranks that share the model.
         quantized: whether the layers' matrices are rounded to 8 bits.
         packed: whether matrices are packed for products on a CPU, where this build of torch can.
 
@@ -150,8 +145,6 @@ def load_output_layer(source: WeightSource, spec: DecoderSpec, embedding: torch.
     """Return the output layer [V, N] as one rank has it that does not share the model.
 
     Args:
-        source: of the model's tensors.
-        spec: the architecture.
         embedding: [V, N] of the model; the result is a view of it where `DecoderWeights.head` would be.
         packed: as in `load_decoder_weights`.
 

@@ -47,9 +47,6 @@ class EagleHead:
     """A loaded head.
 
     Args:
-        spec: the architecture.
-        weights: on their device.
-        attend: the attention operator.
         final_softcap: bound of the target's logits, where its output layer is used; 0 for none.
     """
 
@@ -320,9 +317,7 @@ def load_eagle_head(
         folder: config.json and safetensors, in either layout.
         embedding: [V, N'] of the target, shared.
         output: [V, N'] the target's output layer, shared where the head has none.
-        target_layers: of the target.
         max_positions: rows of the rotary table: the longest sequence and a tree behind it.
-        attend: the attention operator.
         final_softcap: of the target's logits.
 
     Raises:

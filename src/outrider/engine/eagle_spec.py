@@ -66,8 +66,6 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
     """The architecture of the head in `folder`.
 
     Args:
-        folder: with config.json.
-        target_layers: of the model that it drafts for.
         stored: names of its tensors.
 
     Raises:

@@ -92,10 +92,8 @@ def load_eagle_weights(
     """A head's architecture and weights, of the dtype and on the device of `embedding`.
 
     Args:
-        folder: of the head.
         embedding: [V, N'] of the target.
         output: [V, N'] of the target.
-        target_layers: of the target.
         max_positions: rows of the rotary table.
 
     Raises:

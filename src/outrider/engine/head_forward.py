@@ -29,9 +29,7 @@ class HeadInputs:
     """Features of one target, KV slots and caches that the passes of one drafter read.
 
     Args:
-        features: of the target.
         target_table: [S, ..] int32, the KV slots of the target's rows.
-        caches: KV of the drafter.
         sessions: N of the largest step.
         row_len: columns of the drafter's pool's table.
         trims: whether a step is run without padding, which waits for the device.

@@ -102,8 +102,6 @@ def step_bytes(config: EngineConfig, spec: DecoderSpec, *, features: int = 0) ->
     """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors.
 
     Args:
-        config: settings of the model.
-        spec: its architecture.
         features: numbers of each row that are handed on to a head.
     """
     itemsize = getattr(torch, config.dtype_name).itemsize

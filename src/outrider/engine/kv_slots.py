@@ -40,7 +40,6 @@ class SlotTable:
     """Rows of slot numbers over one pool of slots.
 
     Args:
-        num_slots: slots of the pool.
         max_rows: sessions at a time.
         max_row_len: most slots of one row.
 
@@ -126,7 +125,6 @@ class SlotTable:
         """Puts a lender's slots behind those that the row has borrowed already, in place of its own at these indices.
 
         Args:
-            row: the row.
             slots: [n] with the KV of the n tokens that follow what is borrowed; n reaches the row's end, or less.
         """
         start = self._borrowed[row]
@@ -153,7 +151,6 @@ class SlotTable:
         """Moves some of the row's slots to the front of a part of it; the others follow in order.
 
         Args:
-            row: the row.
             start: index of the first slot of the part.
             count: slots of the part.
             kept: distinct offsets; the slot at `start + kept[i]` moves to `start + i`.

@@ -30,7 +30,6 @@ class ModelRunner:
     """One checkpoint, loaded, with KV caches and the table of who owns which slot.
 
     Args:
-        config: see there.
         source: of the weights; by default the folder's files.
         ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
         neighbour: what is to be left of the KV memory for another model.
@@ -164,7 +163,6 @@ class ModelRunner:
         """Return the forward pass over rows that a pool has packed, for steps of so many sessions at most.
 
         Args:
-            sessions: most sessions of a step.
             features: hidden rows that every pass of this rank writes, for a head beside the model.
 
         Raises:

@@ -79,7 +79,6 @@ class PackedForward:
     """The forward pass of one model with its caches.
 
     Args:
-        decoder: the model.
         caches: its KV, written.
         sessions: N of the largest step.
         row_len: columns of the pool's table.
@@ -153,11 +152,7 @@ class PackedForward:
         """Have the other ranks run the next pass, which is run within what is returned.
 
         Args:
-            packed: as `logits` takes it.
-            lines: L.
-            most: as `logits` takes it.
             graph: see `PackedShape`.
-            count: as `logits` takes it.
 
         Raises:
             WorkerUnavailable: another rank was lost; also as it is left.

@@ -105,7 +105,6 @@ class Inbox:
     """Rows, the ring, and a queue of records that it has no room for. For the thread of `Rounds`.
 
     Args:
-        memory: the rings.
         rows: S, rows of the pool.
 
     Raises:

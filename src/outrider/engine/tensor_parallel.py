@@ -29,7 +29,6 @@ def start_ranks(config: EngineConfig, source: WeightSource | None = None) -> Ran
     """Starts the followers of `config.tensor_parallel_size` ranks; they load while the leader does.
 
     Args:
-        config: of the model.
         source: of its weights, which can be pickled; by default the files of the checkpoint.
 
     Raises:

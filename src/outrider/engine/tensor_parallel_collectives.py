@@ -114,13 +114,7 @@ class Collectives:
 
 
 def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> Collectives:
-    """Joins the other ranks.
-
-    Args:
-        meeting: where.
-        device: of this rank.
-        options: how they add up.
-    """
+    """Joins the other ranks."""
     os.environ.update(_NO_MULTICAST | _NO_ABORT)
     for name, value in _LOOPBACK.items():
         os.environ.setdefault(name, value)
@@ -145,9 +139,7 @@ def share_mailboxes(meeting: Meeting, store: Store, device: torch.device, option
 
     Args:
         meeting: where they have joined each other.
-        store: of that meeting.
         device: of this rank, with its index; two ranks may have one GPU.
-        options: how they add up.
     """
     layout = MailboxLayout(
         world_size=meeting.world_size,
@@ -229,7 +221,6 @@ class CudaCollectives(Collectives):
 
     Args:
         mailbox: of this rank; None where GPUs cannot reach each other's memory.
-        options: how ranks add up.
     """
 
     def __init__(self, mailbox: Mailbox | None, options: SumOptions) -> None:

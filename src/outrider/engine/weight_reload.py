@@ -117,11 +117,7 @@ def refill_decoder(
     """Copies a rank's part of other weights into the decoder's tensors.
 
     Args:
-        weights: that the decoder reads.
         source: of the others, which `check_weights` has found to fit.
-        spec: the architecture.
-        dtype: as the weights were loaded.
-        quantized: likewise.
         output_layer: [V, N] as `load_output_layer` has given it; None where nothing uses one.
 
     Raises:

@@ -46,7 +46,6 @@ class Front:
     """A gRPC server in a process of its own; used as a `RoleServer` is.
 
     Args:
-        service: whose calls it takes.
         role: of the worker, as its log names it.
         address: host:port to bind; port 0 takes a free one.
         tls: None serves in the clear.

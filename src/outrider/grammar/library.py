@@ -46,10 +46,6 @@ def llguidance() -> Any:
 def new_matcher(tokenizer: Any, grammar: str) -> Any:
     """An `LLMatcher` at the beginning of an output.
 
-    Args:
-        tokenizer: an `LLTokenizer`.
-        grammar: of the library.
-
     Raises:
         GrammarError: it is wrong, or too large.
     """

@@ -26,7 +26,6 @@ class SessionGrammar:
 
     Args:
         compiled: the matcher at the output's beginning, of `GrammarCompiler.start`.
-        end_ids: end-of-sequence tokens.
 
     Attributes:
         fault: why the committed output cannot be followed any further.

@@ -44,7 +44,6 @@ class MetricsEndpoint:
 
     Args:
         describe: the role's values; called in the thread that serves unless `on_loop` has wrapped it.
-        host: to listen on.
         port: 0 takes a free one.
         tls: None serves in the clear.
 

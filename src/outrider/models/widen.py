@@ -144,7 +144,6 @@ def write_checkpoint(
     """Writes the checkpoint next to `folder` under another name and renames it when it is complete.
 
     Args:
-        model: makes the tensors.
         source: checkpoint folder of the small model; its tokenizer, chat template and generation settings are kept.
         folder: must not exist.
         plan: of `plan_checkpoint`.

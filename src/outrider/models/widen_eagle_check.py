@@ -68,10 +68,7 @@ def check_eagle(
     """Compares the head in `folder` with the small one in `source`.
 
     Args:
-        folder: of the widened head.
-        source: of the small head.
         target: checkpoint folder of the small target.
-        wide_target: the tensors of the widened target.
         token_ids: [B, L] texts.
 
     Raises:

@@ -109,10 +109,6 @@ class WidenedLlama:
     """The tensors of the large checkpoint, made one at a time.
 
     Args:
-        config: config.json of the small model.
-        weights: its tensors by name.
-        shape: of the large model.
-        dtype: of the tensors made.
         fill_seed: seed of the random weights; None leaves zeros.
         max_position_embeddings: longest sequence that the checkpoint promises; default the small model's. Rotary
             embeddings are a function of the position, so any number works.

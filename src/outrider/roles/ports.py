@@ -14,7 +14,6 @@ def free_port(host: str = "127.0.0.1", *, count: int = 1) -> int:
 
     Args:
         host: an address of this machine; "" is all of them.
-        count: how many.
 
     Raises:
         OSError: none was found.

@@ -43,9 +43,6 @@ class Registration:
     it has given a lease before, or the worker serves others.
 
     Args:
-        address: host:port.
-        introduction: sent at each registration.
-        load: called for each heartbeat.
         tls: own proof, of the introduction's role; the coordinator has to prove its own. None talks in the clear.
         on_drain_asked: called when the coordinator asks the worker to drain.
         serves_others: whether the worker is of use without this coordinator.
@@ -165,9 +162,6 @@ class Registrar:
 
     Args:
         resolve: gives the list; asked every second.
-        introduction: of the worker.
-        load: called for each heartbeat.
-        tls: see `Registration`.
         drain_s: longest that a coordinator gets to end its sessions here, or move them, when it is left.
 
     Attributes:

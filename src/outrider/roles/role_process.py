@@ -29,9 +29,7 @@ class RoleProcess:
     """A running role.
 
     Args:
-        name: in messages.
         command: of the command line, such as target-worker.
-        arguments: its options.
         environment: what the child has beside this process's variables.
         stderr: descriptor that it writes its log to; default a file, which `stderr()` reads.
         forked: from this process's stand-by, where there can be one (`outrider.roles.standby`): a worker starts sooner.

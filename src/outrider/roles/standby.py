@@ -71,7 +71,6 @@ class StandBy:
 
     Args:
         door: listens; closed here.
-        owner_pid: the process with which it ends.
         idle_s: it ends after so long without a worker.
     """
 

@@ -82,9 +82,7 @@ def send_order(
     """Asks for a worker; the answers, a line each, are its process id and, in the end, how it has ended.
 
     Args:
-        connection: of `connect`.
         arguments: as Python's own: flags, a script or -m and a module, and its arguments.
-        environment: its variables.
         descriptors: that it has as stdin, stdout and stderr.
 
     Raises:

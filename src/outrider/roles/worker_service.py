@@ -119,9 +119,7 @@ async def serve_worker(
 
     Args:
         make_worker: makes it of its configuration, not started yet.
-        config: of the worker.
         ready: called once with the host:port that is bound, when the model is loaded and the port answers.
-        stop: set by whoever wants it to end.
         resolve: gives the coordinators to register at; default those of `config`.
 
     Raises:

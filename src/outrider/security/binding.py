@@ -25,8 +25,6 @@ def check_bind(host: str, *, insecure: bool, **protections: object | None) -> No
     """Refuses to listen without protection where others than this machine reach it.
 
     Args:
-        host: to listen on.
-        insecure: do it all the same.
         protections: what is needed beyond loopback, by name; None where it is missing.
 
     Raises:

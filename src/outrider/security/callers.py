@@ -42,11 +42,7 @@ Abort = Callable[[Any, OutriderError], Awaitable[Any]]
 
 
 class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """For servers with TLS: ends calls of services that are not for the caller's role.
-
-    Args:
-        abort: ends a call with an error.
-    """
+    """For servers with TLS: ends calls of services that are not for the caller's role."""
 
     def __init__(self, abort: Abort) -> None:
         self._abort = abort

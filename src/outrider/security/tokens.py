@@ -134,9 +134,6 @@ def _locked(folder: Path) -> Iterator[None]:
 class TokenFile:
     """A token file that is read anew when it changes.
 
-    Args:
-        path: of it.
-
     Raises:
         TokenFileError: it is not a token file.
         OSError: it cannot be read.
