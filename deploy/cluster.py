@@ -14,7 +14,6 @@ from outrider.deploy.connection import NAMESPACE, connect, sigterm_kept
 from outrider.deploy.controller import Controller
 from outrider.deploy.local_note import forget_local, remember_local
 from outrider.deploy.roles import Roles
-from outrider.deploy.status import Started
 from outrider.errors import WorkerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -96,20 +95,21 @@ class Deployment:
             await self._find_or_create()
             # One that is left alone belongs to somebody until it serves: whoever was killed meanwhile cannot end it.
             self._keeping = asyncio.create_task(self._keep())
-            started: Started = await self._controller.started.remote()
+            failure: str | None = await self._controller.started.remote()
+            found = {} if failure is not None else await self.status()
         except ray.exceptions.RayError as error:
             await self.stop()
             raise WorkerUnavailable(f"the controller could not be started: {error}") from error
         except BaseException:
             await self.stop()
             raise
-        if started.failure is not None:
+        if failure is not None:
             # What somebody else has started, and has not ended although it failed, is theirs to look at.
             hint = ": end it with `outrider down` first" if self.was_running else ""
             await self.stop()
-            raise WorkerUnavailable(started.failure + hint)
-        self.endpoints, self.shared_endpoints = started.endpoints, started.shared_endpoints
-        self.http_endpoints = started.http_endpoints
+            raise WorkerUnavailable(failure + hint)
+        self.endpoints, self.shared_endpoints = found["endpoints"], found["shared_endpoints"]
+        self.http_endpoints = found["http_endpoints"]
         if self._detach:
             await self._release()
         return self.endpoints

@@ -29,7 +29,7 @@ from outrider.deploy.demand import Demand
 from outrider.deploy.moving import Mover
 from outrider.deploy.roles import Roles, tls_of
 from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
-from outrider.deploy.status import Started, worker_status
+from outrider.deploy.status import worker_status
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
 
@@ -89,16 +89,10 @@ class Controller:
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
-    async def started(self) -> Started:
-        """Waits until every worker serves, or until it is clear that one cannot."""
+    async def started(self) -> str | None:
+        """Waits until every worker serves, or until it is clear that one cannot; then says why."""
         await asyncio.wait({self._up})
-        failure = "it was ended before it served" if self._up.cancelled() else self._failure
-        return Started(
-            endpoints=self._crew.endpoints,
-            shared_endpoints=self._crew.shared_endpoints,
-            http_endpoints=self._crew.http_endpoints,
-            failure=failure,
-        )
+        return "it was ended before it served" if self._up.cancelled() else self._failure
 
     async def pid(self) -> int:
         """Of its process, new after every restart."""
@@ -110,7 +104,6 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         """What `outrider status --json` prints; the keys stay."""
-        served = self._view.served()
         return {
             "name": self._config.name,
             "state": self._state,
@@ -119,9 +112,9 @@ class Controller:
             "shared_endpoints": self._crew.shared_endpoints,
             "http_endpoints": self._crew.http_endpoints,
             "wanted": {str(role): count for role, count in self._staff.wanted.items()},
-            "workers": [worker_status(handle, served) for handle in self._crew],
+            "workers": [worker_status(handle, self._view) for handle in self._crew],
             "autoscaler": self._demand.status(),
-            "coordinators": served.totals(),
+            "coordinators": self._view.totals(),
         }
 
     # ---------------------------------------------------------------------------------------------------- what it does
@@ -301,7 +294,7 @@ class Controller:
         while True:
             # One that listened may still be refused by the coordinator, and then says why.
             await asyncio.gather(*(self._staff.refresh(handle) for handle in self._crew), self._view.ask())
-            if all(worker_status(handle, self._view.served())["state"] == "serving" for handle in self._crew):
+            if all(worker_status(handle, self._view)["state"] == "serving" for handle in self._crew):
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
 

@@ -90,10 +90,9 @@ class Staff:
         except WorkerUnavailable:
             self.wanted[role] = before
             raise
-        served = self._view.served()
         # Those with the least to do go first, of these the youngest.
         present.reverse()
-        idle_first = sorted(present, key=served.sessions)
+        idle_first = sorted(present, key=self._view.sessions)
         await asyncio.gather(*(self.end(handle) for handle in idle_first[: max(0, len(present) - count)]))
         self._save()
 
@@ -152,7 +151,7 @@ class Staff:
 
     async def _serving(self, handle: RoleHandle) -> None:
         await self.listening(handle)
-        while worker_status(handle, self._view.served())["state"] != "serving":
+        while worker_status(handle, self._view)["state"] != "serving":
             await asyncio.sleep(POLL_INTERVAL_S)
             # One that listened may still be refused by a coordinator, and then says why.
             await asyncio.gather(self.refresh(handle), self._view.ask())
