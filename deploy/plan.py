@@ -17,6 +17,7 @@ from outrider.deploy.model_files import ModelFiles, complete, find_model
 from outrider.deploy.resources import asked_target_gpus, most_drafts, worker_gpus
 from outrider.errors import CheckpointError, OutriderError
 from outrider.models import embedded_draft_path, embedded_target_path
+from outrider.roles.awake import usable_cores
 from outrider.roles.ports import check_free
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -452,7 +453,7 @@ def _devices(config: DeployConfig, gpus: list[Gpu], shares: tuple[float, float] 
     if shares is None:
         return "what the Ray cluster has"
     if not any(shares):
-        return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+        return f"CPU, {usable_cores()} cores"
     names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     drafts = f", {shares[1]:g} for each draft" if most_drafts(config) and shares[1] else ""
     return f"{len(gpus)} x {names}: {shares[0]:g} for each target{drafts}"

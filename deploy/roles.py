@@ -7,7 +7,6 @@ has to answer, and the deployment itself needs none of it.
 import asyncio
 import dataclasses
 import importlib
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 from outrider.deploy.resources import target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.roles.awake import usable_cores
 from outrider.roles.start_progress import report_stage
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -124,7 +124,7 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
         port=config.target_port,
         coordinators=setting.coordinators,
         device=setting.device,
-        threads=target_threads(config, _cores()),
+        threads=target_threads(config, usable_cores()),
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_step_tokens=max(TargetWorkerConfig.max_step_tokens, config.max_num_seqs),
@@ -184,10 +184,6 @@ def _metrics_port(config: DeployConfig, setting: WorkerSetting, *, first: int) -
     if config.metrics_port is None:
         return None
     return config.metrics_port + first + int(setting.name.rpartition("-")[2]) % _DRAFTS_METRICS
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,15 +84,11 @@ def _source(entry: str) -> Resolve:
         return _FileList(Path(rest))
     if kind == "dns":
         return _Name(rest)
-    return _Fixed(entry)
 
+    async def fixed() -> Sequence[str]:
+        return [entry]
 
-class _Fixed:
-    def __init__(self, address: str) -> None:
-        self._addresses = [address]
-
-    async def __call__(self) -> Sequence[str]:
-        return self._addresses
+    return fixed
 
 
 class _FileList:

@@ -6,16 +6,15 @@
 The children end with the service, and with this process however it ends.
 """
 
-import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
+from outrider.roles.awake import usable_cores
 from outrider.roles.ports import free_port
 from outrider.roles.role_process import Process, RoleProcess, prepare_forks, stop_all
 from outrider.security.roles import Role
@@ -66,8 +65,7 @@ class LocalService:
         self._stopped = False
         self._counts = {"target": targets, "draft": drafts}
         self._models = {"target": target_model, "draft": draft_model}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = {"target": target_threads or max(1, cores - 1), "draft": draft_threads}
+        self._threads = {"target": target_threads or max(1, usable_cores() - 1), "draft": draft_threads}
         self._more = {"coordinator": coordinator_args, "target": target_args, "draft": draft_args}
         self.certificates, self._token_file, self._token = certificates, token_file, token
         self.worker_endpoint = ""
@@ -179,9 +177,7 @@ class LocalService:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

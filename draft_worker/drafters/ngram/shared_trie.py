@@ -159,7 +159,7 @@ class SharedTrie:
             self._queue.put((piece, start - first))
 
     def propose(self, texts: TextTails) -> Proposals | None:
-        """Return what may follow each text; None if an insertion takes too long, and the caller should ask again soon."""
+        """Return what may follow each text; None if an insertion takes too long: ask again soon."""
         counts, began = self.counts, time.perf_counter_ns()
         has_lock = self._take_lock()
         counts.longest_wait_ns = max(counts.longest_wait_ns, time.perf_counter_ns() - began)

@@ -20,6 +20,7 @@ from outrider.engine.tensor_parallel_collectives import Collectives, Meeting, Su
 from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Ranks, Setup, rank_device
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError, OutriderError, WorkerUnavailable
+from outrider.roles.role_process import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class _Process:
                 [sys.executable, "-m", "outrider.engine.tensor_parallel_rank", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env=_environment(),
+                env=child_environment(),
                 # Ctrl-C at the terminal reaches the leader alone, which then ends the followers.
                 start_new_session=True,
             )
@@ -254,9 +255,3 @@ class _Process:
     def kill(self) -> None:
         """Ends the process without a word."""
         self._process.kill()
-
-
-def _environment() -> dict[str, str]:
-    # Followers use this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

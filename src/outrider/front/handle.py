@@ -29,6 +29,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from outrider.errors import CertificateError, OutriderError, WorkerUnavailable
 from outrider.roles.log_output import JsonFormatter
+from outrider.roles.role_process import child_environment
 from outrider.rpc import status_of
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -165,7 +166,7 @@ class Front:
                 [sys.executable, "-m", "outrider.front.process", *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                env=_environment(),
+                env=child_environment(),
                 # Ctrl-C at the terminal reaches the worker alone, which then ends this process.
                 start_new_session=True,
             )
@@ -200,9 +201,3 @@ class Front:
             return "the process that speaks to coordinators has closed its connection"
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the process that speaks to coordinators {how}"
-
-
-def _environment() -> dict[str, str]:
-    # It uses this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).absolute().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

@@ -91,11 +91,11 @@ def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, lay
         if config.dtype == torch.float32:
             allowed = _FLOAT32_TOLERANCE
         else:
-            allowed = _root_mean_square(_load(source, torch.bfloat16)(**inputs).logits.float() - small)
+            allowed = root_mean_square(_load(source, torch.bfloat16)(**inputs).logits.float() - small)
     real, padding = large[..., : small.shape[-1]], large[..., small.shape[-1] :]
     difference = real - small
     return CheckReport(
-        deviation=_root_mean_square(difference),
+        deviation=root_mean_square(difference),
         allowed_deviation=allowed,
         largest_difference=difference.abs().max().item(),
         positions=token_ids.numel(),
@@ -112,7 +112,8 @@ def _positions(token_ids: torch.Tensor, max_positions: int) -> torch.Tensor:
     return first[:, None] + torch.arange(length)
 
 
-def _root_mean_square(values: torch.Tensor) -> float:
+def root_mean_square(values: torch.Tensor) -> float:
+    """Of all entries, in float64."""
     return values.double().square().mean().sqrt().item()
 
 

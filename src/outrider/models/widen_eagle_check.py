@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.eagle import BlockHead, EagleHead, load_eagle_head
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
-from outrider.models.widen_check import HIGHEST_PADDING_LOGIT, no_progress_bar
+from outrider.models.widen_check import HIGHEST_PADDING_LOGIT, no_progress_bar, root_mean_square
 from outrider.models.widened_weights import WidenedLlama
 
 # Of float32 sums in another order.
@@ -96,7 +96,7 @@ def check_eagle(
         allowed = _FLOAT32_TOLERANCE
     else:
         rounded = [logits for stream in streams for logits in drafting_steps(load(dtype), *stream)]
-        allowed = _root_mean_square(torch.cat(rounded).float() - torch.cat(expected))
+        allowed = root_mean_square(torch.cat(rounded).float() - torch.cat(expected))
     wide_table = wide_target.tensor("model.embed_tokens.weight").float()
     wide = load_eagle_head(
         folder, embedding=wide_table, output=wide_table, target_layers=wide_target.shape.layers,
@@ -110,7 +110,7 @@ def check_eagle(
 def _report(small: torch.Tensor, large: torch.Tensor, allowed: float) -> EagleReport:
     real, padding = large[:, : small.shape[1]], large[:, small.shape[1] :]
     return EagleReport(
-        deviation=_root_mean_square(real - small),
+        deviation=root_mean_square(real - small),
         allowed_deviation=allowed,
         same_choice=(large.argmax(-1) == small.argmax(-1)).float().mean().item(),
         padding_logit=padding.max().item(),
@@ -188,7 +188,3 @@ def _each_alone(table: torch.Tensor, lengths: torch.Tensor) -> TreeAttentionBatc
         prefix_len=lengths, key_len=lengths, tree_mask=torch.zeros((count, 1), dtype=torch.int64), max_query_len=1,
         max_key_len=table.shape[1],
     )  # fmt: skip
-
-
-def _root_mean_square(values: torch.Tensor) -> float:
-    return values.double().square().mean().sqrt().item()

@@ -56,7 +56,7 @@ class RoleProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed by release
         self.process = _start(
             ["-m", "outrider.cli", command, "--stop-with-stdin", *arguments],
-            environment=_inherited() | dict(environment or {}),
+            environment=child_environment() | dict(environment or {}),
             stderr=self._log.fileno() if stderr is None else stderr,
             forked=forked and CAN_FORK,
         )
@@ -134,7 +134,7 @@ def stop_all(roles: Sequence[RoleProcess]) -> None:
 
 def prepare_forks() -> None:
     """Has this process's stand-by started, so that it is ready sooner for the first `forked` role."""
-    wake_stand_by(_inherited())
+    wake_stand_by(child_environment())
 
 
 def _start(arguments: list[str], *, environment: dict[str, str], stderr: int, forked: bool) -> Process:
@@ -154,7 +154,7 @@ def _start(arguments: list[str], *, environment: dict[str, str], stderr: int, fo
     )
 
 
-def _inherited() -> dict[str, str]:
-    # The children use this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+def child_environment() -> dict[str, str]:
+    """This process's variables; children find this package even where it is found through sys.path alone."""
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

@@ -38,6 +38,22 @@ def check_bind(host: str, *, insecure: bool, **protections: object | None) -> No
         )
 
 
+def check_metrics_options(port: int | None, host: str, *, insecure: bool, tls: object | None) -> None:
+    """Whether Prometheus may read a role there.
+
+    Raises:
+        ValueError: not a port, or a host that others reach without protection.
+    """
+    if port is None:
+        return
+    if not 0 <= port <= 65535:
+        raise ValueError(f"metrics_port: {port} given, 0 to 65535 needed")
+    try:
+        check_bind(host, insecure=insecure, tls_ca=tls)
+    except ValueError as error:
+        raise ValueError(f"metrics_{error}") from error
+
+
 def warn_of_bind(host: str, **protections: object | None) -> None:
     """Says loudly what `insecure` has let through."""
     missing = missing_protection(host, protections)
