@@ -396,11 +396,7 @@ NGRAM_FIELDS = (
 
 
 def amounts(resources: Sequence[str]) -> dict[str, float]:
-    """`{"big_gpu": 1.0}` of `["big_gpu=1"]`.
-
-    Raises:
-        ValueError: an entry is not NAME=AMOUNT with an amount above 0.
-    """
+    """Return `{"big_gpu": 1.0}` of `["big_gpu=1"]`; ValueError for what is not NAME=AMOUNT with an amount above 0."""
     found = {}
     for entry in resources:
         name, _, amount = entry.partition("=")

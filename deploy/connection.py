@@ -141,11 +141,7 @@ def _init(**options: Any) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes.
-
-    Raises:
-        ConnectionError: nothing listens at host:port.
-    """
+    """Raise ConnectionError where nothing listens at host:port: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return

@@ -101,11 +101,7 @@ class Plan:
     missing: tuple[ModelFiles, ...]
 
     def completed(self) -> "Plan":
-        """Load or convert what is missing, and plan with that.
-
-        Raises:
-            OutriderError, ValueError: as `make_plan` and `complete` do.
-        """
+        """Load or convert what is missing, and plan with that; raises as `make_plan` and `complete` do."""
         for model in self.missing:
             complete(model)
         return make_plan(self.given)

@@ -37,11 +37,7 @@ class Keeper:
         logger.info("the deployment serves at %s", endpoints)
 
     async def check_health(self) -> None:
-        """Called by Serve.
-
-        Raises:
-            WorkerUnavailable: the deployment is not there, does not answer or does not serve.
-        """
+        """Called by Serve; raises WorkerUnavailable where the deployment is not there, or does not serve."""
         state = (await self.status()).get("state")
         if state != "serving":
             raise WorkerUnavailable(f"the deployment is {state}")

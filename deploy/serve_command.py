@@ -107,11 +107,7 @@ async def _bring_up(config: DeployConfig, told: list[int], *, detach: bool, bega
 
 
 def _run(main: Callable[[list[int]], Coroutine[Any, Any, None]]) -> None:
-    """Run `main` until it is done or SIGTERM cancels it.
-
-    Raises:
-        typer.Abort: Ctrl-C has cancelled it.
-    """
+    """Run `main` until it is done or SIGTERM cancels it; typer.Abort where Ctrl-C has."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     told: list[int] = []
     with contextlib.suppress(asyncio.CancelledError):

@@ -77,11 +77,7 @@ class Staff:
         self._watches[handle.name] = asyncio.create_task(watch(handle, self._config))
 
     async def resize(self, role: Role, count: int) -> None:
-        """So many of a role from now on.
-
-        Raises:
-            WorkerUnavailable: no node has what one more needs; as many as before are wanted then.
-        """
+        """Have so many of a role; WorkerUnavailable, and as many as before, where no node has what one more needs."""
         before, self.wanted[role] = self.wanted[role], count
         present = self._crew.of(role)
         try:
@@ -157,11 +153,7 @@ class Staff:
             await asyncio.gather(self.refresh(handle), self._view.ask())
 
     async def refresh(self, handle: RoleHandle) -> None:
-        """Asks an actor how it is.
-
-        Raises:
-            WorkerUnavailable: it failed, with its reason.
-        """
+        """Ask an actor how it is; WorkerUnavailable where it failed, with its reason."""
         full = f"{self._config.name}/{handle.name}"
         try:
             handle.note(await handle.actor.report.remote())
@@ -173,11 +165,7 @@ class Staff:
 
 
 def role_named(name: str) -> Role:
-    """The role that an operator means.
-
-    Raises:
-        ValueError: there is none of this name in a deployment.
-    """
+    """Return the role that an operator means; ValueError where a deployment has none of this name."""
     try:
         role = Role(name)
     except ValueError:

@@ -21,11 +21,7 @@ _DNS_PAUSE_S = 5.0
 
 
 def check_address(entry: str) -> None:
-    """Whether an entry of a list can be meant.
-
-    Raises:
-        ValueError: it cannot, with what would do.
-    """
+    """Raise ValueError where an entry of a list cannot be meant, with what would do."""
     kind, _, rest = entry.partition(":")
     if kind == "file":
         if not rest:
@@ -37,11 +33,7 @@ def check_address(entry: str) -> None:
 
 
 def check_coordinators(entries: Sequence[str]) -> None:
-    """Whether the entries of a worker's option `coordinators` can be meant.
-
-    Raises:
-        ValueError: one cannot, with what would do.
-    """
+    """Raise ValueError where an entry of a worker's option `coordinators` cannot be meant, with what would do."""
     for entry in entries:
         try:
             check_address(entry)

@@ -75,11 +75,7 @@ def config_command(
 
 
 def attribute_help(config_type: type) -> dict[str, str]:
-    """Each attribute's text in the Attributes section of the class's docstring or a base's, on one line.
-
-    Raises:
-        ValueError: a field is not described.
-    """
+    """Return each attribute's text in the Attributes section of a class or its bases, on one line; all are needed."""
     texts: dict[str, str] = {}
     for described in reversed(config_type.__mro__):
         _, _, section = inspect.cleandoc(described.__doc__ or "").partition("Attributes:\n")

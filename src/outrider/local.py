@@ -131,11 +131,7 @@ class LocalService:
         self._roles[name] = RoleProcess(name, f"{role}-worker", arguments, forked=True)
 
     def wait_for_workers(self, *, timeout_s: float = 60.0) -> None:
-        """Waits until every worker process that has not ended is registered and serves.
-
-        Raises:
-            WorkerUnavailable: one ended meanwhile, or it took too long.
-        """
+        """Wait until every worker that runs is registered and serves; WorkerUnavailable where one ends or is late."""
         deadline = time.monotonic() + timeout_s
         roles = [role for role in self._roles.values() if role.is_running]
         addresses = {role.await_ready(deadline) for role in roles if role.name != "coordinator"}

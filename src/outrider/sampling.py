@@ -54,22 +54,14 @@ _MODES = {number: mode for mode, number in MODE_NUMBERS.items()} | {
 
 
 def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
-    """The rule of this number.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the rule of this number; ValueError where there is none."""
     if number not in _RULES:
         raise ValueError(f"{number} given, 1 (coupled), 2 (target_only), 3 (rejection) or 4 (synthetic) needed")
     return _RULES[number]
 
 
 def mode_from_proto(number: common_pb2.SpeculationMode) -> SpeculationMode:
-    """The mode of this number.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the mode of this number; ValueError where there is none."""
     if number not in _MODES:
         raise ValueError(f"{number} given, 1 (async), 2 (sync) or 3 (off) needed")
     return _MODES[number]
@@ -209,11 +201,7 @@ class SamplingSpec:
 
     @classmethod
     def from_proto(cls, state: common_pb2.SamplingState) -> "SamplingSpec":
-        """The inverse of `to_proto` (floats rounded to float32 on the way).
-
-        Raises:
-            ValueError: a verification rule that this version does not know.
-        """
+        """Invert `to_proto` (floats rounded to float32 on the way); ValueError for a rule that is not known."""
         values: dict[str, Any] = {
             own.name: tuple(value) if isinstance(own.default, tuple) else value
             for own in fields(cls)

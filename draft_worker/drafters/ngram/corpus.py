@@ -42,11 +42,7 @@ Encode = Callable[[str], list[int]]
 
 
 def encoder(checkpoint: Path) -> Encode:
-    """Return a function from text to token ids by the folder's tokenizer, without special tokens.
-
-    Raises:
-        CheckpointError: the folder has no tokenizer.
-    """
+    """Return a function from text to token ids, without special tokens; CheckpointError without a tokenizer."""
     from tokenizers import Tokenizer
 
     path = checkpoint / "tokenizer.json"

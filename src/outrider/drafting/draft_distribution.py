@@ -84,11 +84,7 @@ def pack_distributions(distributions: Sequence[DraftDistribution | None]) -> com
 
 
 def unpack_distributions(message: common_pb2.DraftDistributions, nodes: int) -> list[DraftDistribution | None]:
-    """The inverse of `pack_distributions`, of a batch of so many nodes.
-
-    Raises:
-        ValueError: columns of different lengths.
-    """
+    """Invert `pack_distributions` for a batch of so many nodes; ValueError for columns of different lengths."""
     if not (message.counts or message.token_ids or message.weights):
         return [None] * nodes
     token_ids, weights = (np.frombuffer(column, dtype="<u4") for column in (message.token_ids, message.weights))

@@ -31,11 +31,7 @@ ALL_SOURCES = frozenset(GrowthSource)
 
 
 def source_of_word(word: str) -> GrowthSource:
-    """The source that users call so.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the source that users call so; ValueError where there is none."""
     if word not in WORDS:
         raise ValueError(f"{word!r} given, {' or '.join(WORDS)} needed")
     return GrowthSource(WORDS.index(word) + 1)

@@ -91,11 +91,7 @@ def check_eight_bits(config: EngineConfig, device: torch.device) -> None:
 
 
 def attention_of(config: EngineConfig, head_dim: int) -> TreeAttention:
-    """The configured attention.
-
-    Raises:
-        CheckpointError: it does not take heads of this size.
-    """
+    """Return the configured attention; CheckpointError where it does not take heads of this size."""
     try:
         return attention_operator(config.attention_backend_name, head_dim)
     except ValueError as error:

@@ -112,11 +112,7 @@ def load_eagle_weights(
 
 
 def open_head(folder: Path) -> SafetensorsSource:
-    """A head's tensors.
-
-    Raises:
-        CheckpointError: there is no safetensors file, or it is torn.
-    """
+    """Open a head's tensors; CheckpointError where there is no safetensors file, or it is torn."""
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: no *.safetensors; other weight files can run code and are not read: "
                               "load them with torch and save them with safetensors again")  # fmt: skip

@@ -69,11 +69,7 @@ class KvShape:
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
     def caches(self, num_slots: int, device: torch.device) -> KvCaches:
-        """Empty caches.
-
-        Raises:
-            CheckpointError: the device has no room.
-        """
+        """Allocate empty caches; CheckpointError where the device has no room."""
         free = "" if device.type == "cpu" else f", {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
         try:
             # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.

@@ -156,11 +156,7 @@ class PrefixCache:
         self._held[row] = edge
 
     def give_back(self, count: int) -> Slots:
-        """Forgets `count` unused slots, the least recently used ones, and parts with them.
-
-        Raises:
-            AssertionError: fewer are unused.
-        """
+        """Forget `count` unused slots, the least recently used ones, and part with them."""
         assert count <= self._unused, f"{count} slots wanted of {self._unused} unused ones"
         self._unused -= count
         parts: list[Slots] = []

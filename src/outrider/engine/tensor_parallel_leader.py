@@ -95,11 +95,7 @@ class Leader(Ranks):
         return self._collectives
 
     def lead(self, name: str, payload: object = None) -> None:
-        """Sends a command to all followers.
-
-        Raises:
-            WorkerUnavailable: a rank is lost.
-        """
+        """Send a command to all followers; WorkerUnavailable where one is lost."""
         self._raise_if_failed()
         self._send((name, payload))
 

@@ -52,11 +52,7 @@ class CheckedWeights:
     stamps: Stamps
 
     def check_unchanged(self) -> None:
-        """Whether the folder still holds what was checked.
-
-        Raises:
-            CheckpointError: a file has been written or replaced since.
-        """
+        """Raise CheckpointError where a file of the folder has been written or replaced since it was checked."""
         if file_stamps(self.folder) != self.stamps:
             raise CheckpointError(f"{self.folder}: its files have changed since they were checked; ask again once it "
                                   "is written")  # fmt: skip

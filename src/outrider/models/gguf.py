@@ -34,11 +34,7 @@ def cache_folder() -> Path:
 
 
 def check_architecture(file: Path) -> None:
-    """Check that the first bytes of a file name an architecture that is served.
-
-    Raises:
-        CheckpointError: they do not.
-    """
+    """Raise CheckpointError unless the first bytes of a file name an architecture that is served."""
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise CheckpointError(f"{file}: no GGUF file")
@@ -51,11 +47,7 @@ def check_architecture(file: Path) -> None:
 
 
 def folder_of_gguf(file: Path, cache: Path | None = None) -> Path:
-    """Return where the checkpoint of a file is, or will be.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return where the checkpoint of a file is, or will be; CheckpointError where the file cannot be read."""
     try:
         with file.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()

@@ -89,11 +89,7 @@ class HeadPlaces:
 
 
 def place_heads(small: LlamaShape, large: LlamaShape) -> HeadPlaces:
-    """Every query head into a group of the large model whose key/value head is its own.
-
-    Raises:
-        ValueError: the large model has too few key/value heads for the copies that this takes.
-    """
+    """Put every query head into a group whose key/value head is its own; ValueError where too few take the copies."""
     query: list[int] = []
     kv: list[tuple[int, int]] = []
     for head in range(small.kv_heads):

@@ -96,11 +96,7 @@ class RoleProcess:
         return address
 
     def check_alive(self) -> None:
-        """Tells of an end that nobody asked for.
-
-        Raises:
-            WorkerUnavailable: it has ended, with the last lines it wrote to stderr.
-        """
+        """Raise WorkerUnavailable where it has ended, with the last lines it wrote to stderr."""
         code = self.process.poll()
         if code is not None:
             last = "; ".join(self.stderr().strip().splitlines()[-_SHOWN_STDERR_LINES:])

@@ -56,11 +56,7 @@ def can_be_forked(arguments: Sequence[str]) -> bool:
 
 
 def run_forked(arguments: Sequence[str], *, owner_pid: int) -> int:
-    """Has a worker forked, waits for its end, and returns its exit status.
-
-    Raises:
-        OSError: there is no stand-by, or it ends before it has forked.
-    """
+    """Have a worker forked, wait for its end, and return its exit status; OSError where no stand-by forks it."""
     with connect(owner_pid) as connection:
         send_order(connection, arguments, environment=os.environ, descriptors=(0, 1, 2))
         answers = connection.makefile("r", encoding="ascii")

@@ -39,11 +39,7 @@ def check_bind(host: str, *, insecure: bool, **protections: object | None) -> No
 
 
 def check_metrics_options(port: int | None, host: str, *, insecure: bool, tls: object | None) -> None:
-    """Whether Prometheus may read a role there.
-
-    Raises:
-        ValueError: not a port, or a host that others reach without protection.
-    """
+    """Raise ValueError for what is no port, or a host that others reach without protection."""
     if port is None:
         return
     if not 0 <= port <= 65535:

@@ -95,11 +95,7 @@ def check_caller(roles: frozenset[Role] | None, allowed: Iterable[Role], what: s
 
 
 def check_registration(context: Any, role: Role) -> None:
-    """Whether the caller may register as `role`; everybody may where there is no TLS.
-
-    Raises:
-        Forbidden: its certificate is of another role.
-    """
+    """Raise Forbidden unless the caller may register as `role`; everybody may where there is no TLS."""
     roles = peer_roles(context)
     if roles is not None:
         check_caller(roles, {role}, f"registering as a {role}")

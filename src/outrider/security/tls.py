@@ -40,11 +40,7 @@ class TlsConfig:
 
     @classmethod
     def of_options(cls, ca: Path | None, certificate: Path | None, key: Path | None) -> Self | None:
-        """From the options of a role that proves who it is.
-
-        Raises:
-            ValueError: some are given and others not.
-        """
+        """Return what the options of a role say, None where none is given; ValueError where only some are."""
         given = {"tls_ca": ca, "tls_certificate": certificate, "tls_key": key}
         missing = [name for name, path in given.items() if path is None]
         if len(missing) == len(given):
