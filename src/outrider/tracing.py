@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
@@ -177,15 +178,13 @@ def stream_metadata(role: str, address: str) -> Metadata | None:
     return ((HEADER, active.traceparent(span)),)
 
 
+@dataclass(slots=True)
 class _TracedSession:
     """A session at a worker, while it is open."""
 
-    __slots__ = ("epoch", "span", "steps")
-
-    def __init__(self, span: Span, epoch: int) -> None:
-        self.span = span
-        self.epoch = epoch
-        self.steps = 0
+    span: Span
+    epoch: int
+    steps: int = 0
 
 
 class SessionTraces:

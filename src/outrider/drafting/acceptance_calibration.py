@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.drafting.acceptance_prior import coupled_prior, greedy_prior, independent_prior
+from outrider.kernels.compiled import compiled
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -67,16 +68,10 @@ class LearnedBuckets:
     Attributes:
         learned: [T] estimates now, of the prior's dtype; changes in place.
         version: observations so far.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(self, prior: npt.NDArray[Any], *, prior_strength: float, decay: float) -> None:
-        if prior_strength <= 0:
-            raise ValueError(f"prior_strength: {prior_strength} given, a positive number needed")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay: {decay} given, above 0 and at most 1 needed")
+        assert prior_strength > 0 and 0 < decay <= 1
         self.learned, self.version = prior.copy(), 0
         # Hits that the prior is worth, hits, trials.
         self._tried = np.zeros((3, len(prior)))
@@ -87,7 +82,7 @@ class LearnedBuckets:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The tables, as `outrider.drafting.calibration_kernels` takes them."""
+        """The tables, as `count_trial` takes them."""
         return (self.learned, self._tried, self._counted, self._predicted, *self._settings)
 
     def reliability(self) -> list[Reliability]:
@@ -116,14 +111,10 @@ class AcceptanceCalibration(LearnedBuckets):
         prior: [T] float32, bucket = (rule k + rank) BINS + bin.
         learned: [T] float32 estimates now; changes in place.
         version: observations so far.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(self, *, branching: int, prior_strength: float = 20.0, decay: float = 0.999) -> None:
-        if branching < 1:
-            raise ValueError(f"branching: {branching} given, at least 1 needed")
+        assert branching >= 1
         self.edges = np.array([SURPRISE_EDGES, GAP_EDGES], dtype=np.float32)
         self._rank_offset = np.arange(branching, dtype=np.int64) * BINS
         self._rule_offset = branching * BINS
@@ -143,8 +134,6 @@ class AcceptanceCalibration(LearnedBuckets):
             scores: [R, k] log q + G, descending; read where the temperature is above 0.
             temperature: [R]; 0 is greedy.
 
-        Returns:
-            [R, k] int64.
         """
         ranks = self._rank_offset[: log_q.shape[1]]
         coupled = temperature > 0
@@ -205,11 +194,51 @@ class AcceptanceCalibration(LearnedBuckets):
         Args:
             seen: [n, 2 + k] which child was committed, how many there are, and their buckets.
         """
-        # Imported here so that numba stays optional.
-        from outrider.drafting.calibration_kernels import observe_parents
-
-        observe_parents(seen, self.arrays)
+        _observe_parents(seen, self.arrays)
         self.version += len(seen)
+
+
+@compiled
+def count_trial(bucket: int, came_true: int, estimate: float, arrays: Any) -> None:
+    """Count a child of a parent on the committed path.
+
+    Args:
+        came_true: 1 if it was committed, else 0.
+        estimate: given out for it.
+        arrays: `LearnedBuckets.arrays`; written.
+    """
+    learned, tried, counts, predicted, edges, per_rule, strength, decay = arrays
+    place = bucket // per_rule * (len(edges) + 1)
+    for edge in edges:
+        if edge < estimate:
+            place += 1
+    counts[0, place] += 1
+    counts[1, place] += came_true
+    predicted[place] += estimate
+    tried[1, bucket] = tried[1, bucket] * decay + came_true
+    tried[2, bucket] = tried[2, bucket] * decay + 1
+    learned[bucket] = (tried[0, bucket] + tried[1, bucket]) / (strength + tried[2, bucket])
+
+
+@compiled
+def _observe_parents(seen: Any, arrays: Any) -> None:
+    """Count the children of parents on a committed path, one parent after the other.
+
+    Args:
+        seen: int64 [n, 2 + K] which child was committed (negative if none was), how many there are, their buckets.
+        arrays: `LearnedBuckets.arrays`; written.
+    """
+    learned = arrays[0]
+    for parent in range(len(seen)):
+        total, count = 0.0, seen[parent, 1]
+        estimates = np.empty(count, np.float64)
+        for rank in range(count):
+            estimates[rank] = learned[seen[parent, 2 + rank]]
+            total += estimates[rank]
+        for rank in range(count):
+            # As estimates are given out.
+            estimate = estimates[rank] / total if total > 1 else estimates[rank]
+            count_trial(seen[parent, 2 + rank], 1 if rank == seen[parent, 0] else 0, estimate, arrays)
 
 
 def warm_up() -> None:

@@ -81,9 +81,6 @@ class Decoder:
         gather_logits: [R, v] of this rank to [R, v * world_size] of all, in their order; needed with more than one
             rank.
         fixed: every product in one order for all T, so that a row's bits do not depend on the other rows.
-
-    Raises:
-        ValueError: more than one rank without `all_reduce` or `gather_logits`.
     """
 
     def __init__(
@@ -97,8 +94,7 @@ class Decoder:
         gather_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         fixed: bool = False,
     ) -> None:
-        if weights.world_size > 1 and (all_reduce is None or gather_logits is None):
-            raise ValueError(f"all_reduce, gather_logits: None given, both needed with {weights.world_size} ranks")
+        assert weights.world_size == 1 or (all_reduce is not None and gather_logits is not None)
         self.spec, self.weights = spec, weights
         self._attend, self._all_reduce, self._gather_logits, self._fixed = attend, all_reduce, gather_logits, fixed
         self._heads = spec.heads // weights.world_size

@@ -71,7 +71,9 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
     Raises:
         CheckpointError: config.json is missing or describes no head that can be served.
     """
-    document = _read_config(folder)
+    document = read_json_object(folder / "config.json")
+    if document is None:
+        raise CheckpointError(f"{folder}: no config.json; give the folder of an EAGLE head")
     layout = _layout(document, stored)
     if document.get("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{folder}: num_hidden_layers is {document['num_hidden_layers']}, 1 needed of a head")
@@ -90,13 +92,6 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
         block_size=block_size,
         block_rank=block_rank,
     )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    document = read_json_object(folder / "config.json")
-    if document is None:
-        raise CheckpointError(f"{folder}: no config.json; give the folder of an EAGLE head")
-    return document
 
 
 def _layout(document: dict[str, Any], stored: frozenset[str]) -> EagleLayout:

@@ -42,15 +42,10 @@ class SlotTable:
     Args:
         max_rows: sessions at a time.
         max_row_len: most slots of one row.
-
-    Raises:
-        ValueError: a size below 1.
     """
 
     def __init__(self, *, num_slots: int, max_rows: int, max_row_len: int) -> None:
-        for name, value in (("num_slots", num_slots), ("max_rows", max_rows), ("max_row_len", max_row_len)):
-            if value < 1:
-                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        assert min(num_slots, max_rows, max_row_len) >= 1
         self.max_row_len = max_row_len
         self.table: Slots = np.full((max_rows, max_row_len), -1, dtype=np.int32)
         """[max_rows, max_row_len] slot numbers; -1 at and past a row's length."""

@@ -13,7 +13,8 @@ from outrider.engine.decoder_weights import load_output_layer
 from outrider.engine.kv_memory import KvNeighbour, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_forward import Features, PackedForward, PackedShape
-from outrider.engine.tensor_parallel import Ranks, start_ranks
+from outrider.engine.tensor_parallel_leader import start_ranks
+from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.engine.weight_reload import RunningModel, refill_decoder
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError

@@ -106,9 +106,6 @@ class Inbox:
 
     Args:
         rows: S, rows of the pool.
-
-    Raises:
-        ValueError: a ring that urgent records of all rows could fill.
     """
 
     def __init__(self, memory: RingMemory, *, rows: int) -> None:
@@ -116,8 +113,7 @@ class Inbox:
         self._head_word: Any = memory.head.numpy()
         self._size = memory.ring.shape[0]
         self._reserve = len(_URGENT) * rows
-        if self._size <= self._reserve:
-            raise ValueError(f"ring: {self._size} records given, more than {self._reserve} needed for {rows} rows")
+        assert self._size > self._reserve, "urgent records of all rows could fill the ring"
         self._head = self._tail = 0
         self._free = deque(range(rows))
         self._generations = [0] * rows
@@ -146,9 +142,6 @@ class Inbox:
 
         Args:
             records: [n, 8] int32, in the order of each session; kept, not copied.
-
-        Raises:
-            ValueError: a PREEMPT before the last one's release, or a second OPEN.
         """
         begin = 0
         for place in np.flatnonzero(_IS_URGENT[records[:, 0] & 0xFF]).tolist():
@@ -191,8 +184,7 @@ class Inbox:
         if session is None or session.generation != generation:
             return
         if kind in session.in_ring:
-            if kind != RecordKind.LIMITS:
-                raise ValueError(f"row {row}: {RecordKind(kind).name} before the last was reported")
+            assert kind == RecordKind.LIMITS, f"row {row}: {RecordKind(kind).name} before the last was reported"
             session.limits = record
             return
         if kind == RecordKind.CLOSE:

@@ -23,7 +23,7 @@ from outrider.kernels.linear.residual_norm import residual_norm
 
 logger = logging.getLogger(__name__)
 
-# What is waited for is watched by `outrider.engine.tensor_parallel`; this only ends ranks that nobody watches.
+# What is waited for is watched by `outrider.engine.tensor_parallel_leader`; this only ends ranks that nobody watches.
 _TIMEOUT = timedelta(minutes=30)
 _ALIGNMENT = 128
 # Rows that are summed and normed in one launch: those of a step of one large tree.

@@ -1,4 +1,4 @@
-"""What the processes of a tensor-parallel model are to each other (see `outrider.engine.tensor_parallel`)."""
+"""What the processes of a tensor-parallel model are to each other (see `outrider.engine.tensor_parallel_leader`)."""
 
 import contextlib
 from concurrent.futures import Future
