@@ -37,7 +37,6 @@ class RoleReport:
 
     Attributes:
         pid: of its process, new after every restart.
-        node: name of its machine.
         node_id: Ray's, of its machine.
         address: host:port of its server; None while it loads.
         failure: why its server ended by itself; None while it has not.

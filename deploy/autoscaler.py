@@ -40,9 +40,7 @@ class Decision:
 
     Attributes:
         drafts: workers, between min and max.
-        reason: in words.
         serving: workers that all coordinators together can use.
-        sessions: that would speculate.
         speedup: tokens a second by those of plain decoding; None while it is not known.
         gain_of_next: what one more than serve now would add to that, as a share; None likewise.
     """

@@ -28,9 +28,7 @@ class DemandWindow:
     """What one coordinator, or all together, have seen in some seconds.
 
     Attributes:
-        seconds: that it covers.
         drafts: workers that served all the while.
-        targets: likewise.
         draft_places: sessions that these drafts may take.
         sessions: at targets, that would speculate; mean.
         undrafted: of these, those that no draft grows; mean.
@@ -85,7 +83,6 @@ class Sample:
         counters: by incarnation, a coordinator's counters.
         gauges: sessions, undrafted sessions and waiting requests, over all coordinators.
         drafts: ids of serving draft workers, with their places.
-        targets: ids of serving target workers.
     """
 
     at_s: float

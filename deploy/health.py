@@ -31,8 +31,6 @@ class RoleHandle:
 
     Attributes:
         name: as status shows it, `draft-3`; never given to another one.
-        role: what it is for.
-        actor: Ray's handle.
         endpoint: host:port where a coordinator serves clients, which it keeps; None of a worker.
         worker_endpoint: host:port where it takes workers in: another one with TLS, which asks who they are.
         http_endpoint: host:port of its HTTP door, which it keeps.
@@ -46,7 +44,6 @@ class RoleHandle:
         is_homeless: it has no actor: that has gone for good, and no machine has had what a new one needs yet.
         is_draining: it finishes what it does, and is not to come back.
         lost_s: when it was lost, by `time.monotonic`; None while it serves, and before it first does.
-        tell: hears what happens to it.
     """
 
     name: str

@@ -23,7 +23,6 @@ class ModelFiles:
     """Where a model is.
 
     Attributes:
-        given: as the user named it.
         name: that clients know it by.
         folder: of its checkpoint, which may lack the weights; None while a .gguf file is not converted.
         missing: what has to be done before it can be served; empty where nothing has.

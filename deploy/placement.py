@@ -24,10 +24,7 @@ class Node:
     """A machine of the cluster (Ray's node).
 
     Attributes:
-        node_id: Ray's.
-        address: of the machine.
         port: of Ray's own process there.
-        resources: all that it has.
     """
 
     node_id: str
@@ -100,7 +97,6 @@ class KeptPlaces:
     """Places of one machine that are kept together over restarts: a target's, then those of drafts beside it.
 
     Attributes:
-        group: Ray's placement group.
         takers: [places] names of the workers that have them.
     """
 

@@ -22,11 +22,7 @@ HEALTH_CHECK_TIMEOUT_S = 30.0
 
 
 class Keeper:
-    """What the application's one replica runs.
-
-    Attributes:
-        deployment: detached, so that it outlives the replica.
-    """
+    """What the application's one replica runs."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment

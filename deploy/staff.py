@@ -32,7 +32,6 @@ class Staff:
         save: called when something has changed that a successor has to know.
 
     Attributes:
-        wanted: how many there are to be.
         draft_model: checkpoint folder of drafts that are added; None for the configured one.
         target_model: checkpoint folder of all targets since a reload; None for the configured one.
     """

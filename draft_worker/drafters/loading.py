@@ -25,7 +25,6 @@ class LoadedDrafters:
     """A worker's drafters, ready to grow.
 
     Attributes:
-        drafters: all of them.
         model: how the worker introduces itself.
         corpus: fills the n-gram trie in the background; None without files.
     """

@@ -42,7 +42,6 @@ class FieldViolation:
     """One wrong field: its path in the request, and what to change.
 
     Attributes:
-        field: the path.
         description: what is wrong, and what to give instead.
         code: for programs, where OpenAI's API has a word for it, as `CONTEXT_LENGTH_EXCEEDED`; empty for none.
     """

@@ -40,7 +40,6 @@ class LocalService:
     Attributes:
         endpoint: host:port of the coordinator, once started.
         worker_endpoint: its other door, where workers register; empty where there is none.
-        certificates: as given.
     """
 
     def __init__(

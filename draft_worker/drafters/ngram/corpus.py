@@ -121,7 +121,6 @@ class CorpusLoader:
 
     Attributes:
         finished: set when everything is queued, or nothing more will come.
-        texts: texts queued so far.
     """
 
     def __init__(self, paths: Sequence[Path], checkpoint: Path, vocab_size: int) -> None:

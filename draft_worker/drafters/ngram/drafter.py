@@ -74,11 +74,9 @@ class NgramDrafter:
     """All sessions of a worker that grow by its trie.
 
     Attributes:
-        calibration: of all sessions.
         steps: matches with growth so far.
         wake: called when a match was put off.
         leading: keys of sessions that need no other drafter now: most of a round's depth is expected to be accepted.
-        vocab_size: as in the config.
     """
 
     source = GrowthSource.NGRAM

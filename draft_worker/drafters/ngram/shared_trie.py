@@ -77,10 +77,6 @@ class SharedTrie:
         trie: used by nobody else; replaced by an empty one if the inserting thread fails.
         queue_tokens: most tokens that wait to be inserted.
         patience_s: longest that a proposal waits, in each of two turns, before it is put off.
-
-    Attributes:
-        counts: see `TrieCounts`.
-        failed: whether the inserting thread has failed.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class Reliability:
     """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES.
 
     Attributes:
-        rule: of RULES.
         children: [B] of parents on the committed path.
         predicted: [B] sum of their estimates.
         hits: [B] those that were committed.
@@ -67,7 +66,6 @@ class LearnedBuckets:
 
     Attributes:
         learned: [T] estimates now, of the prior's dtype; changes in place.
-        version: observations so far.
     """
 
     def __init__(self, prior: npt.NDArray[Any], *, prior_strength: float, decay: float) -> None:
@@ -110,7 +108,6 @@ class AcceptanceCalibration(LearnedBuckets):
         edges: [2, BINS - 1] float32: what parts the bins of -log q, and those of the gap.
         prior: [T] float32, bucket = (rule k + rank) BINS + bin.
         learned: [T] float32 estimates now; changes in place.
-        version: observations so far.
     """
 
     def __init__(self, *, branching: int, prior_strength: float = 20.0, decay: float = 0.999) -> None:

@@ -126,13 +126,9 @@ class GrowthProgram:
         read: logits [L, V] of a step's rows [L], from the pass of an earlier step; None where each step has its own.
 
     Attributes:
-        pool: the trees.
-        buckets: shapes of steps, by number.
         times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
         memory: shared with the host.
         lines: L of the largest bucket: rows that a report has room for.
-        branching: K.
-        captures: whether steps are captured.
     """
 
     def __init__(

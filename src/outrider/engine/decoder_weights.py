@@ -82,7 +82,6 @@ class DecoderWeights:
     Attributes:
         rank, world_size: whose part this is.
         embedding: [V, N].
-        layers: in their order.
         final_norm: [N].
         head: [v, N], v = V / world_size rounded up; a view of the embedding where the checkpoint ties them, and it is
             not packed.

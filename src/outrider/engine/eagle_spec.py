@@ -32,7 +32,6 @@ class EagleSpec:
     """One head's architecture.
 
     Attributes:
-        layout: see above.
         layer: the head as a Llama of one layer; its vocabulary is the target's.
         taps: where the target's hidden states are read: after so many layers, or `LAST_NORM`.
         draft_vocab_size: rows of the output layer.

@@ -36,8 +36,6 @@ class HeadInputs:
 
     Attributes:
         hidden: [slots, F] of `features`.
-        caches: as the head takes them.
-        num_slots: of the drafter.
         pool_rows: S.
     """
 

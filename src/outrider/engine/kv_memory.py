@@ -51,7 +51,6 @@ class KvShape:
         layers: each has keys and values.
         heads: of keys and values, on this rank.
         head_dim: numbers of each.
-        dtype: of a number.
     """
 
     def __init__(self, spec: DecoderSpec, config: EngineConfig) -> None:

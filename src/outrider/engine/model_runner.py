@@ -36,11 +36,7 @@ class ModelRunner:
         neighbour: what is to be left of the KV memory for another model.
 
     Attributes:
-        config: as given.
-        info: the model's card.
-        device: where weights and caches live.
         slots: the slot table; callers extend and truncate its rows, the runner only reads it.
-        ranks: the processes that share the model.
 
     Raises:
         CheckpointError: see `load_decoder`; also where not even one session fits the KV memory.

@@ -87,10 +87,6 @@ class PackedForward:
         trims: whether a step is run without padding, which waits for the device to tell how large it is; otherwise
             launches depend on its bucket alone.
         features: written by every pass of this rank; None where no head reads them.
-
-    Attributes:
-        ranks: as given.
-        dtype: of the logits.
     """
 
     def __init__(

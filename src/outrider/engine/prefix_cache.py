@@ -24,9 +24,6 @@ class _Edge:
 
     Attributes:
         parent: the edge before; None for the root, and for an edge that is gone.
-        start: tokens before this edge.
-        tokens: [n]
-        slots: [n]
         children: by their first token.
         users: rows whose borrowed path goes through here.
         used_at: when a row last left it, on the cache's own clock.

@@ -41,7 +41,6 @@ class Meeting:
 
     Attributes:
         rank: of this process, 0 to world_size - 1.
-        world_size: W.
         store_path: a file on this host, new for every group, in a folder that only its user may enter.
     """
 

@@ -20,9 +20,7 @@ class Setup:
 
     Attributes:
         meeting: where it meets the others, with its rank.
-        config: of the model; its device names no number.
         source: of its weights; None for the files of the checkpoint.
-        log_level: of the root logger.
     """
 
     meeting: Meeting
@@ -40,9 +38,7 @@ class Ranks:
     """One rank's way to the others; here that of a process that runs the whole model.
 
     Attributes:
-        rank: of this process.
         world_size: ranks of the model.
-        device: of this rank.
         failed: done with the reason once another rank is lost.
     """
 

@@ -42,8 +42,6 @@ class CheckedWeights:
     """Weights that a model could run with.
 
     Attributes:
-        folder: of the checkpoint.
-        version: see `outrider.engine.weight_version`.
         stamps: of its files when they were read.
     """
 
@@ -60,14 +58,7 @@ class CheckedWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningModel:
-    """What runs, as far as other weights have to fit it.
-
-    Attributes:
-        config: it was loaded with.
-        card: of it.
-        spec: its architecture.
-        weights: those that it runs with.
-    """
+    """What runs, as far as other weights have to fit it."""
 
     config: EngineConfig
     card: ModelCard

@@ -16,7 +16,6 @@ class StepCounts:
         prefill_steps: steps of a prompt alone.
         rows: of all forwards: nodes, roots and prefill tokens.
         sessions: of all steps.
-        busy_ns: that steps took.
     """
 
     verify_steps: int = 0
@@ -43,12 +42,9 @@ class WorkerGauges:
     """How full a worker is.
 
     Attributes:
-        sessions: open.
         slots_used: KV slots that sessions hold.
         slots_cached: that are kept for those that begin alike.
-        slots_total: of all.
         waiting: messages or commands that wait for the model.
-        step_age_s: how long the step that runs has been running.
     """
 
     sessions: int

@@ -72,7 +72,6 @@ class CheckpointPlan:
 
     Attributes:
         shards: names of the tensors of each file.
-        weight_bytes: of all tensors.
         disk_bytes: the whole folder needs at most.
     """
 

@@ -38,9 +38,6 @@ class ForkedProcess:
         stderr: descriptor that it writes its log to.
 
     Attributes:
-        pid: of the process.
-        stdin: its standard input.
-        stdout: its standard output.
         returncode: as `subprocess.Popen.returncode`.
 
     Raises:

@@ -49,7 +49,6 @@ class Registration:
 
     Attributes:
         leases: that it has given so far.
-        holds_lease: whether one is held now.
     """
 
     def __init__(

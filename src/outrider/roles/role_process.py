@@ -35,10 +35,6 @@ class RoleProcess:
         forked: from this process's stand-by, where there can be one (`outrider.roles.standby`): a worker starts sooner.
             What torch reads of the environment when it is imported is the stand-by's then, so give workers their
             threads.
-
-    Attributes:
-        name: as given.
-        process: the child; end it to see what happens.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ class Order:
 
     Attributes:
         arguments: as Python's own: flags, a script or -m and a module, and its arguments.
-        environment: its variables.
         folder: that it runs in.
         descriptors: stdin, stdout and stderr, to be closed.
     """

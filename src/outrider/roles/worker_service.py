@@ -39,7 +39,6 @@ class WorkThread(Protocol):
     """The thread that owns the model.
 
     Attributes:
-        watch: of its steps.
         ready: done when the model is loaded, or could not be.
         stopped: done when the thread has ended, with what ended it.
     """
@@ -66,8 +65,6 @@ class Loaded:
     """What is known of a worker when its model is loaded.
 
     Attributes:
-        model: as it travels.
-        limits: how much of it there is.
         metrics: its values for Prometheus.
         failures: done when something else than the thread and the front process has failed.
         sources: by what a draft grows (none: a model).
@@ -84,8 +81,6 @@ class Worker(ABC, Generic[Thread]):
     """A draft or a target worker.
 
     Attributes:
-        role: which of them.
-        thread: that owns the model.
         front: the process that speaks gRPC for it.
         inbox: where `thread` finds what `front` passes on.
     """

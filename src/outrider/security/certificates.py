@@ -31,7 +31,6 @@ class Issued:
 
     Attributes:
         certificate: with the chain's first place.
-        key: of it.
     """
 
     certificate: x509.Certificate
