@@ -89,17 +89,15 @@ class Mover:
         while True:
             await asyncio.sleep(self._config.ping_interval_s)
             try:
-                await self._act(await self._machines.look())
+                seen = await self._machines.look()
+                self._crew.silent_nodes = set(seen.silent)
+                self._tell_of_dead(seen)
+                for handle in self._crew:
+                    if self._is_serving() and not handle.is_draining and self._has_to_move(handle, seen):
+                        await self._move(handle)
             except Exception:
                 # A cluster that loses machines may fail in many ways: the next look is in a second.
                 logger.exception("the machines could not be looked at")
-
-    async def _act(self, seen: Seen) -> None:
-        self._crew.silent_nodes = set(seen.silent)
-        self._tell_of_dead(seen)
-        for handle in self._crew:
-            if self._is_serving() and not handle.is_draining and self._has_to_move(handle, seen):
-                await self._move(handle)
 
     def _tell_of_dead(self, seen: Seen) -> None:
         self._addresses |= seen.known

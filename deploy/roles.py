@@ -50,14 +50,16 @@ class WorkerSetting:
     model_now: Callable[[], Awaitable[str | None]] | None = None
 
 
+async def _server(folder: str) -> Any:
+    return await asyncio.to_thread(importlib.import_module, f"outrider.{folder}.server")
+
+
 async def serve_coordinator(config: DeployConfig, *, host: str, port: int, worker_port: int, **more: Any) -> None:
     """Serve the coordinator of `config`; clients come in on `port`, workers on `worker_port`.
 
     `more` is what its server takes beside its own configuration: `peers`, `ready`, `stop`, `tell`.
     """
-    await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
-    from outrider.coordinator import server
-
+    server = await _server("coordinator")
     own = coordinator_config(config, host=host, port=port, worker_port=worker_port)
     await server.serve(own, **more)
 
@@ -93,9 +95,7 @@ def coordinator_config(config: DeployConfig, *, host: str, port: int, worker_por
 async def serve_target(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
     """Serve a target worker of `config`, registered with every coordinator; `more` is `ready` and `stop`."""
     report_stage(_IMPORTING)
-    await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
-    from outrider.target_worker import server
-
+    server = await _server("target_worker")
     if setting.model_now is not None and (changed := await setting.model_now()) is not None:
         # This actor may be an old one's successor, which was given what the deployment began with.
         setting = dataclasses.replace(setting, model=Path(changed))
@@ -106,9 +106,7 @@ async def serve_target(config: DeployConfig, setting: WorkerSetting, *, host: st
 async def serve_draft(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
     """Serve a draft worker of `config`, likewise."""
     report_stage(_IMPORTING)
-    await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
-    from outrider.draft_worker import server
-
+    server = await _server("draft_worker")
     own = draft_config(config, setting, host=host)
     await server.serve(own, resolve=setting.resolve, **more)
 

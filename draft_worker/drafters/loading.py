@@ -120,10 +120,11 @@ def _load_ngram(config: DraftWorkerConfig, model: common_pb2.ModelInfo) -> "tupl
     drafter.warm_up()
     if corpus is not None:
         corpus.start(trie)
-    settings = drafter.NgramDrafterConfig(
+    grower = drafter.NgramDrafter(
+        trie,
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         max_sessions=config.max_num_seqs,
         max_live_nodes=config.max_live_nodes,
     )
-    return drafter.NgramDrafter(trie, settings), corpus
+    return grower, corpus

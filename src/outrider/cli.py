@@ -213,12 +213,14 @@ def _role(config_type: type, folder: str, what: str) -> Callable[..., None]:
         keep_cores_awake: int,
         stop_with_stdin: bool,
     ) -> None:
-        role = folder.removesuffix("_worker")
+        role, loop_factory = folder.removesuffix("_worker"), None
+        if sys.platform != "win32":
+            from uvloop import new_event_loop as loop_factory
         log_to_stderr(log_level, log_format, role=role)
         with (
             exporting(role, otlp_endpoint),
             cores_awake(keep_cores_awake) as settle,
-            asyncio.Runner(loop_factory=_loop_factory()) as runner,
+            asyncio.Runner(loop_factory=loop_factory) as runner,
         ):
             runner.run(_serve_until_stopped(folder, config, settle, stop_with_stdin=stop_with_stdin))
 
@@ -254,14 +256,6 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     loop.call_soon_threadsafe(stop.set)
     time.sleep(_STOP_GRACE_S)
     os._exit(FAILED)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
 
 
 if __name__ == "__main__":

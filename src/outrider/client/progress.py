@@ -15,6 +15,7 @@ from outrider.client.outputs import (
     Timings,
     TokenLogprobs,
     Usage,
+    copied,
     source_speculation,
     token_logprobs,
 )
@@ -228,11 +229,7 @@ class Progress:
             request_id=self._started.request_id,
             seed=self._started.seed,
             choices=self.choices(),
-            usage=Usage(
-                prompt_tokens=finished.usage.prompt_tokens,
-                completion_tokens=finished.usage.completion_tokens,
-                cached_tokens=finished.usage.cached_tokens,
-            ),
+            usage=copied(Usage, finished.usage),
             speculation=Speculation(
                 verify_steps=finished.speculation.verify_steps,
                 drafted_tokens=finished.speculation.spec_draft_tokens,
@@ -240,12 +237,7 @@ class Progress:
                 acceptance_length=finished.speculation.acceptance_length,
                 sources=source_speculation(finished.speculation),
             ),
-            timings=Timings(
-                queue_ms=finished.timings.queue_ms,
-                ttft_ms=finished.timings.ttft_ms,
-                tpot_ms=finished.timings.tpot_ms,
-                total_ms=finished.timings.total_ms,
-            ),
+            timings=copied(Timings, finished.timings),
             rounds=self._rounds,
             resumes=self._resumes,
             weights=finished.weights,
