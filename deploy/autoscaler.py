@@ -36,21 +36,14 @@ _OTHER_LOAD = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """How many drafts there should be now, and why.
+    """How many drafts there should be now, and why."""
 
-    Attributes:
-        drafts: workers, between min and max.
-        serving: workers that all coordinators together can use.
-        speedup: tokens a second by those of plain decoding; None while it is not known.
-        gain_of_next: what one more than serve now would add to that, as a share; None likewise.
-    """
-
-    drafts: int
+    drafts: int  # workers, between min and max
     reason: str
-    serving: int
+    serving: int  # workers that all coordinators together can use
     sessions: int
-    speedup: float | None = None
-    gain_of_next: float | None = None
+    speedup: float | None = None  # tokens a second by those of plain decoding; None while it is not known
+    gain_of_next: float | None = None  # what one more than serve now would add to that, as a share; None likewise
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,10 @@ REFUSED_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Outcome of a look at the machines.
+    """Outcome of a look at the machines."""
 
-    Attributes:
-        known: address by id of the nodes that Ray takes for alive.
-        silent: of those, the ids of the ones that have not answered for too long.
-    """
-
-    known: Mapping[str, str]
-    silent: frozenset[str]
+    known: Mapping[str, str]  # address by id of the nodes that Ray takes for alive
+    silent: frozenset[str]  # of those, the ids of the ones that have not answered for too long
 
 
 class Machines:

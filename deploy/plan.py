@@ -88,17 +88,12 @@ def _read(library: ctypes.CDLL, index: int) -> Gpu | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Attributes:
-    given: configuration of the deployment.
-    config: the same with what was worked out filled in.
-    lines: what it comes to, each with the options that change it.
-    missing: models that have to be completed before, by field.
-    """
+    """A deployment as it will be started."""
 
-    given: DeployConfig
-    config: DeployConfig
-    lines: tuple[str, ...]
-    missing: tuple[ModelFiles, ...]
+    given: DeployConfig  # configuration of the deployment
+    config: DeployConfig  # the same with what was worked out filled in
+    lines: tuple[str, ...]  # what it comes to, each with the options that change it
+    missing: tuple[ModelFiles, ...]  # models that have to be completed before, by field
 
     def completed(self) -> "Plan":
         """Load or convert what is missing, and plan with that; raises as `make_plan` and `complete` do."""

@@ -31,22 +31,14 @@ _IMPORTING = "importing PyTorch"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetting:
-    """What one worker is given beside the deployment's configuration.
+    """What one worker is given beside the deployment's configuration."""
 
-    Attributes:
-        name: that it keeps over restarts.
-        coordinators: host:port of each as it starts.
-        resolve: gives the list as it is later.
-        device: "cpu" or "cuda".
-        model: checkpoint folder; default the configured one.
-        model_now: gives what is to be loaded instead of both, where that has changed since this was made.
-    """
-
-    name: str
-    coordinators: tuple[str, ...]
-    resolve: Callable[[], Awaitable[Sequence[str]]] | None = None
-    device: str = "cpu"
-    model: Path | None = None
+    name: str  # that it keeps over restarts
+    coordinators: tuple[str, ...]  # host:port of each as it starts
+    resolve: Callable[[], Awaitable[Sequence[str]]] | None = None  # gives the list as it is later
+    device: str = "cpu"  # "cpu" or "cuda"
+    model: Path | None = None  # checkpoint folder; default the configured one
+    # Gives what is to be loaded instead of both, where that has changed since this was made.
     model_now: Callable[[], Awaitable[str | None]] | None = None
 
 

@@ -22,16 +22,11 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedDrafters:
-    """A worker's drafters, ready to grow.
-
-    Attributes:
-        model: how the worker introduces itself.
-        corpus: fills the n-gram trie in the background; None without files.
-    """
+    """A worker's drafters, ready to grow."""
 
     drafters: Drafters
-    model: common_pb2.ModelInfo
-    corpus: "CorpusLoader | None" = None
+    model: common_pb2.ModelInfo  # how the worker introduces itself
+    corpus: "CorpusLoader | None" = None  # fills the n-gram trie in the background; None without files
 
     def close(self) -> None:
         """End the threads that grow nothing."""

@@ -42,18 +42,12 @@ _RELIABILITY_BINS = len(RELIABILITY_EDGES) + 1
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES.
-
-    Attributes:
-        children: [B] of parents on the committed path.
-        predicted: [B] sum of their estimates.
-        hits: [B] those that were committed.
-    """
+    """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES."""
 
     rule: str
-    children: Sequence[int]
-    predicted: Sequence[float]
-    hits: Sequence[int]
+    children: Sequence[int]  # [B] of parents on the committed path
+    predicted: Sequence[float]  # [B] sum of their estimates
+    hits: Sequence[int]  # [B] those that were committed
 
 
 class LearnedBuckets:

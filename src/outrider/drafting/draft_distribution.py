@@ -22,15 +22,10 @@ WEIGHT_SUM = 1 << _WEIGHT_BITS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftDistribution:
-    """One q of k tokens.
+    """One q of k tokens."""
 
-    Attributes:
-        token_ids: [k], distinct.
-        weights: [k], each at least 1, `WEIGHT_SUM` in sum.
-    """
-
-    token_ids: UInt32Array
-    weights: UInt32Array
+    token_ids: UInt32Array  # [k], distinct
+    weights: UInt32Array  # [k], each at least 1, `WEIGHT_SUM` in sum
 
     @classmethod
     def quantised(cls, token_ids: Sequence[int] | npt.NDArray, mass: Sequence[float] | npt.NDArray) -> Self:

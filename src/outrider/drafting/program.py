@@ -65,19 +65,12 @@ _RUNGS, _SESSIONS = (8, 32, 64, 128, 256, 512, 1024), (1, 16, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Shape of a step.
+    """Shape of a step."""
 
-    Attributes:
-        rows: R.
-        sessions: sessions that fit.
-        most: most rows of one session.
-        entries: most entries that are expanded.
-    """
-
-    rows: int
-    sessions: int
-    most: int
-    entries: int
+    rows: int  # R
+    sessions: int  # sessions that fit
+    most: int  # most rows of one session
+    entries: int  # most entries that are expanded
 
     @property
     def lines(self) -> int:

@@ -37,27 +37,19 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderInputs:
-    """What one forward computes.
+    """What one forward computes."""
 
-    Attributes:
-        token_ids: [T] int32 or int64.
-        positions: [T] int32.
-        write_slots: [T] int64; a row whose slot is out of range stores nothing.
-        batch: who sees what.
-        key_caches, value_caches: per layer [num_slots, Hkv / world_size, D], written.
-        feature_layers: whose hidden states are wanted: i is the residual stream after i layers, 0 the embeddings, -1
-            what the last norm returns.
-        features: [T, len(feature_layers) * N] written with them, one layer's columns after another's; None where there
-            are none.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    write_slots: torch.Tensor
-    batch: TreeAttentionBatch
+    token_ids: torch.Tensor  # [T] int32 or int64
+    positions: torch.Tensor  # [T] int32
+    write_slots: torch.Tensor  # [T] int64; a row whose slot is out of range stores nothing
+    batch: TreeAttentionBatch  # who sees what
+    # key_caches, value_caches: per layer [num_slots, Hkv / world_size, D], written.
     key_caches: list[torch.Tensor]
     value_caches: list[torch.Tensor]
+    # Whose hidden states are wanted: i is the residual stream after i layers, 0 the embeddings, -1 what the last norm
+    # returns.
     feature_layers: tuple[int, ...] = ()
+    # [T, len(feature_layers) * N] written with them, one layer's columns after another's; None where there are none.
     features: torch.Tensor | None = None
 
     def note(self, layer: int, hidden: torch.Tensor) -> None:

@@ -29,26 +29,16 @@ _TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSpec:
-    """One head's architecture.
-
-    Attributes:
-        layer: the head as a Llama of one layer; its vocabulary is the target's.
-        taps: where the target's hidden states are read: after so many layers, or `LAST_NORM`.
-        draft_vocab_size: rows of the output layer.
-        has_output: whether the head has an output layer of its own; otherwise the target's is used.
-        norm_before_residual: whether the layer adds to the normed hidden state (some EAGLE-3 heads do).
-        block_size: B, positions that one pass of a block drafter answers for; 1 of a head.
-        block_rank: rank of a block drafter's bias by the token before; 0 of a head.
-    """
+    """One head's architecture."""
 
     layout: EagleLayout
-    layer: DecoderSpec
-    taps: tuple[int, ...]
-    draft_vocab_size: int
-    has_output: bool
-    norm_before_residual: bool = False
-    block_size: int = 1
-    block_rank: int = 0
+    layer: DecoderSpec  # the head as a Llama of one layer; its vocabulary is the target's
+    taps: tuple[int, ...]  # where the target's hidden states are read: after so many layers, or `LAST_NORM`
+    draft_vocab_size: int  # rows of the output layer
+    has_output: bool  # whether the head has an output layer of its own; otherwise the target's is used
+    norm_before_residual: bool = False  # whether the layer adds to the normed hidden state (some EAGLE-3 heads do)
+    block_size: int = 1  # B, positions that one pass of a block drafter answers for; 1 of a head
+    block_rank: int = 0  # rank of a block drafter's bias by the token before; 0 of a head
 
     @property
     def is_block(self) -> bool:

@@ -19,29 +19,20 @@ _LARGEST_PREFILL = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KvCaches:
-    """Keys and values of all layers, and which position the token in each slot has.
+    """Keys and values of all layers, and which position the token in each slot has."""
 
-    Attributes:
-        keys, values: per layer [num_slots, Hkv, D].
-        positions: [num_slots] int32.
-    """
-
+    # keys, values: per layer [num_slots, Hkv, D].
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    positions: torch.Tensor
+    positions: torch.Tensor  # [num_slots] int32
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvNeighbour:
-    """Memory that another model on the same device needs.
+    """Memory that another model on the same device needs."""
 
-    Attributes:
-        fixed_bytes: whatever the number of slots: its weights and its steps.
-        bytes_per_slot: of its KV, for each slot of this model.
-    """
-
-    fixed_bytes: int = 0
-    bytes_per_slot: int = 0
+    fixed_bytes: int = 0  # whatever the number of slots: its weights and its steps
+    bytes_per_slot: int = 0  # of its KV, for each slot of this model
 
 
 class KvShape:

@@ -31,17 +31,12 @@ _FIXED_SPLIT_KEYS, _MOST_FIXED_SPLITS, _FIXED_QUERY_LEN = 1024, 16, 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Features:
-    """Hidden states of a model by the KV slot of their row, for a head that drafts from them.
+    """Hidden states of a model by the KV slot of their row, for a head that drafts from them."""
 
-    Attributes:
-        layers: where they are read, as in `DecoderInputs.feature_layers`.
-        fuse: [T, F] of these layers, side by side, to the [T, N'] that the head reads.
-        by_slot: [num_slots + 1, N'], written by every pass; the last row is that of padding.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # where they are read, as in `DecoderInputs.feature_layers`
+    # [T, F] of these layers, side by side, to the [T, N'] that the head reads.
     fuse: Callable[[torch.Tensor], torch.Tensor]
-    by_slot: torch.Tensor
+    by_slot: torch.Tensor  # [num_slots + 1, N'], written by every pass; the last row is that of padding
 
 
 class ForwardPass(Protocol):
@@ -54,25 +49,16 @@ class ForwardPass(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShape:
-    """Shape of a pass, as another rank has to know it.
+    """Shape of a pass, as another rank has to know it."""
 
-    Attributes:
-        rows: R.
-        sessions: N.
-        mask_words: W.
-        lines: L, the first rows.
-        most: bound of the rows of one session.
-        graph: number of the graph that is captured, or run if it has been; None for a pass without one.
-        count: rows without padding, of a pass that computes none.
-    """
-
-    rows: int
-    sessions: int
-    mask_words: int
-    lines: int
-    most: int
+    rows: int  # R
+    sessions: int  # N
+    mask_words: int  # W
+    lines: int  # L, the first rows
+    most: int  # bound of the rows of one session
+    # Number of the graph that is captured, or run if it has been; None for a pass without one.
     graph: int | None = None
-    count: int | None = None
+    count: int | None = None  # rows without padding, of a pass that computes none
 
 
 class PackedForward:

@@ -44,18 +44,12 @@ class RingMemory:
     """Memory that host and device share.
 
     A buffer's first word is the number of its round, counted from 1, and valid last.
-
-    Attributes:
-        ring: [R, 8] int32, records; record i stands at i mod R.
-        head: [1] int64, records ever written.
-        early: [A, 1 + E] int64, early words behind the number of the round.
-        reports: [B, 2 + N] int64, reports behind the number of the round and the tail.
     """
 
-    ring: torch.Tensor
-    head: torch.Tensor
-    early: torch.Tensor
-    reports: torch.Tensor
+    ring: torch.Tensor  # [R, 8] int32, records; record i stands at i mod R
+    head: torch.Tensor  # [1] int64, records ever written
+    early: torch.Tensor  # [A, 1 + E] int64, early words behind the number of the round
+    reports: torch.Tensor  # [B, 2 + N] int64, reports behind the number of the round and the tail
 
     @classmethod
     def allocate(cls, *, records: int, early_words: int, report_words: int, pinned: bool, ahead: int = 2) -> RingMemory:

@@ -37,34 +37,22 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """How ranks find each other.
+    """How ranks find each other."""
 
-    Attributes:
-        rank: of this process, 0 to world_size - 1.
-        store_path: a file on this host, new for every group, in a folder that only its user may enter.
-    """
-
-    rank: int
+    rank: int  # of this process, 0 to world_size - 1
     world_size: int
-    store_path: str
+    store_path: str  # a file on this host, new for every group, in a folder that only its user may enter
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumOptions:
-    """How ranks add up; the same on all.
+    """How ranks add up; the same on all."""
 
-    Attributes:
-        letter_bytes: of the largest sum that goes through mailboxes; none with 0.
-        gathered_bytes: of the largest matrix of logits that does.
-        hidden_size: N.
-        dtype: of the hidden rows: sums may be rounded to it on their way.
-        fixed: every sum in one order and unrounded, however many rows: what does not fit is sent in pieces.
-    """
-
-    letter_bytes: int
-    gathered_bytes: int
-    hidden_size: int
-    dtype: torch.dtype
+    letter_bytes: int  # of the largest sum that goes through mailboxes; none with 0
+    gathered_bytes: int  # of the largest matrix of logits that does
+    hidden_size: int  # N
+    dtype: torch.dtype  # of the hidden rows: sums may be rounded to it on their way
+    # Every sum in one order and unrounded, however many rows: what does not fit is sent in pieces.
     fixed: bool = False
 
 

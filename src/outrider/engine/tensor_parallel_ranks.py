@@ -16,16 +16,11 @@ STEP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a follower is told first.
+    """What a follower is told first."""
 
-    Attributes:
-        meeting: where it meets the others, with its rank.
-        source: of its weights; None for the files of the checkpoint.
-    """
-
-    meeting: Meeting
+    meeting: Meeting  # where it meets the others, with its rank
     config: EngineConfig
-    source: WeightSource | None
+    source: WeightSource | None  # of its weights; None for the files of the checkpoint
     log_level: int
 
 

@@ -39,15 +39,11 @@ _CARD_FIELDS = ("vocab_size", "tokenizer_hash", "eos_token_ids", "max_model_len"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedWeights:
-    """Weights that a model could run with.
-
-    Attributes:
-        stamps: of its files when they were read.
-    """
+    """Weights that a model could run with."""
 
     folder: Path
     version: str
-    stamps: Stamps
+    stamps: Stamps  # of its files when they were read
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError where a file of the folder has been written or replaced since it was checked."""

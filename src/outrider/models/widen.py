@@ -68,16 +68,11 @@ def load_small(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What will be written.
+    """What will be written."""
 
-    Attributes:
-        shards: names of the tensors of each file.
-        disk_bytes: the whole folder needs at most.
-    """
-
-    shards: tuple[tuple[str, ...], ...]
+    shards: tuple[tuple[str, ...], ...]  # names of the tensors of each file
     weight_bytes: int
-    disk_bytes: int
+    disk_bytes: int  # the whole folder needs at most
 
 
 class WidenedModel(Protocol):

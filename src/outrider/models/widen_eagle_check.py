@@ -27,22 +27,15 @@ _FLOAT32_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class EagleReport:
-    """How far the two heads' logits are apart, over all real entries of all drafting steps.
+    """How far the two heads' logits are apart, over all real entries of all drafting steps."""
 
-    Attributes:
-        deviation: root mean square of the differences.
-        allowed_deviation: fixed for float32 checkpoints; for bfloat16 ones as far as the small head's own logits in
-            bfloat16 arithmetic are from those in float32.
-        same_choice: share of rows with the same largest entry.
-        padding_logit: the largest of any padding entry that the head has a row for.
-        rows: how many were compared.
-    """
-
-    deviation: float
+    deviation: float  # root mean square of the differences
+    # Fixed for float32 checkpoints; for bfloat16 ones as far as the small head's own logits in bfloat16 arithmetic
+    # are from those in float32.
     allowed_deviation: float
-    same_choice: float
-    padding_logit: float
-    rows: int
+    same_choice: float  # share of rows with the same largest entry
+    padding_logit: float  # the largest of any padding entry that the head has a row for
+    rows: int  # how many were compared
 
     def __str__(self) -> str:
         return (

@@ -39,23 +39,14 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama with tied embeddings, head_dim apart.
+    """Sizes of a Llama with tied embeddings, head_dim apart."""
 
-    Attributes:
-        hidden: W.
-        layers: decoder layers.
-        heads: query heads.
-        kv_heads: key/value heads; each serves heads / kv_heads neighbouring query heads.
-        intermediate: I.
-        vocab: V.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int = 128_256
+    hidden: int  # W
+    layers: int  # decoder layers
+    heads: int  # query heads
+    kv_heads: int  # key/value heads; each serves heads / kv_heads neighbouring query heads
+    intermediate: int  # I
+    vocab: int = 128_256  # V
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "LlamaShape":
@@ -77,15 +68,10 @@ class LlamaShape:
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """Where the heads of the small model stand in the large one.
+    """Where the heads of the small model stand in the large one."""
 
-    Attributes:
-        query: `query[h]` is the place of query head h.
-        kv: pairs (place, key/value head that stands there).
-    """
-
-    query: tuple[int, ...]
-    kv: tuple[tuple[int, int], ...]
+    query: tuple[int, ...]  # `query[h]` is the place of query head h
+    kv: tuple[tuple[int, int], ...]  # pairs (place, key/value head that stands there)
 
 
 def place_heads(small: LlamaShape, large: LlamaShape) -> HeadPlaces:

@@ -62,19 +62,14 @@ Config = TypeVar("Config", bound=WorkerConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What is known of a worker when its model is loaded.
-
-    Attributes:
-        metrics: its values for Prometheus.
-        failures: done when something else than the thread and the front process has failed.
-        sources: by what a draft grows (none: a model).
-    """
+    """What is known of a worker when its model is loaded."""
 
     model: common_pb2.ModelInfo
     limits: registry_pb2.WorkerLimits
-    metrics: Describe
+    metrics: Describe  # its values for Prometheus
+    # Done when something else than the thread and the front process has failed.
     failures: Sequence[Future[None]] = ()
-    sources: Collection[GrowthSource] = ()
+    sources: Collection[GrowthSource] = ()  # by what a draft grows (none: a model)
 
 
 class Worker(ABC, Generic[Thread]):

@@ -27,13 +27,9 @@ _BACKDATED = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate with its key.
+    """A certificate with its key."""
 
-    Attributes:
-        certificate: with the chain's first place.
-    """
-
-    certificate: x509.Certificate
+    certificate: x509.Certificate  # with the chain's first place
     key: ec.EllipticCurvePrivateKey
 
     @property
