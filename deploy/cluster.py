@@ -33,9 +33,6 @@ class Deployment:
         detach: leave it running when this process ends; one of this name that runs already is taken for it.
         tell: hears what happens to it, a line at a time.
 
-    Attributes:
-        hurry_s: gives the time that each role gets when it stops, where that is not the configuration's.
-
     Raises (from `start`):
         WorkerUnavailable: a role failed, took longer than `start_timeout_s`, or (unless `detach`) a deployment of this
             name runs already; nothing that was started is left running.
@@ -54,6 +51,7 @@ class Deployment:
         self._roles = roles or Roles()
         self._detach = detach
         self._tell = tell
+        # Gives the time that each role gets when it stops, where that is not the configuration's.
         self.hurry_s: Callable[[], float | None] = lambda: None
         self._owns_ray = False
         self._controller: Any = None

@@ -15,15 +15,11 @@ INFO_TIMEOUT_S = 2.0
 
 
 class CoordinatorView:
-    """The latest answer of each coordinator.
-
-    Attributes:
-        infos: by endpoint; those that did not answer are missing.
-    """
+    """The latest answer of each coordinator."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
-        self.infos: dict[str, generation_pb2.ServerInfo] = {}
+        self.infos: dict[str, generation_pb2.ServerInfo] = {}  # by endpoint; those that did not answer are missing
 
     async def ask(self) -> None:
         """Asks all of them."""

@@ -58,17 +58,12 @@ class AutoscalerMetrics:
 
 
 class Demand:
-    """Decides, where the configuration lets demand decide.
-
-    Attributes:
-        latest: the latest decision as plain values; None before the first.
-        decisions: the latest ones that changed something.
-    """
+    """Decides, where the configuration lets demand decide."""
 
     def __init__(self, config: DeployConfig) -> None:
         self._config = config
-        self.latest: dict[str, Any] | None = None
-        self.decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)
+        self.latest: dict[str, Any] | None = None  # the latest decision as plain values; None before the first
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)  # the latest ones that changed something
         self._scaler = self._metrics = None
         if config.max_drafts is not None:
             self._scaler, self._metrics = Autoscaler(config), AutoscalerMetrics(config.name)

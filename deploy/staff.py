@@ -30,16 +30,13 @@ class Staff:
 
     Args:
         save: called when something has changed that a successor has to know.
-
-    Attributes:
-        draft_model: checkpoint folder of drafts that are added; None for the configured one.
-        target_model: checkpoint folder of all targets since a reload; None for the configured one.
     """
 
     def __init__(self, config: DeployConfig, crew: Crew, view: CoordinatorView, save: Callable[[], None]) -> None:
         self._config, self._crew, self._view, self._save = config, crew, view, save
         self.wanted = {role: getattr(config, field) for role, field in FIELDS.items()}
-        self.draft_model: Path | None = None
+        self.draft_model: Path | None = None  # checkpoint folder of drafts that are added; None for the configured one
+        # Checkpoint folder of all targets since a reload; None for the configured one.
         self.target_model: Path | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
 

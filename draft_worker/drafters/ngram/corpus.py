@@ -118,16 +118,13 @@ class CorpusLoader:
     Args:
         checkpoint: folder whose tokenizer reads texts.
         vocab_size: token ids from here on are refused.
-
-    Attributes:
-        finished: set when everything is queued, or nothing more will come.
     """
 
     def __init__(self, paths: Sequence[Path], checkpoint: Path, vocab_size: int) -> None:
         arguments = [str(checkpoint), str(vocab_size), *map(str, paths)]
         self._command = [sys.executable, "-m", "outrider.draft_worker.drafters.ngram.corpus", *arguments]
         self._stopped = threading.Event()
-        self.finished = threading.Event()
+        self.finished = threading.Event()  # set when everything is queued, or nothing more will come
         self.texts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None

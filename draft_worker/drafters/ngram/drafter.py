@@ -58,11 +58,6 @@ class NgramDrafter:
         max_sessions: most sessions that have a tree.
         max_live_nodes: most nodes of a session, whatever its credit, up to 256.
         min_value: nodes of a lower value are not proposed.
-
-    Attributes:
-        steps: matches with growth so far.
-        wake: called when a match was put off.
-        leading: keys of sessions that need no other drafter now: most of a round's depth is expected to be accepted.
     """
 
     source = GrowthSource.NGRAM
@@ -80,8 +75,9 @@ class NgramDrafter:
         self.trie, self.vocab_size, self.max_model_len = trie, vocab_size, max_model_len
         self._max_live_nodes, self._min_value, rows = min(max_live_nodes, MOST_NODES), min_value, max_sessions
         self.calibration = NgramCalibration()
-        self.steps = 0
-        self.wake: Callable[[], None] = lambda: None
+        self.steps = 0  # matches with growth so far
+        self.wake: Callable[[], None] = lambda: None  # called when a match was put off
+        # Keys of sessions that need no other drafter now: most of a round's depth is expected to be accepted.
         self.leading: set[Key] = set()
         self._sessions: dict[Key, _Session] = {}
         # Opened or committed to since they were matched.

@@ -57,13 +57,11 @@ class LearnedBuckets:
         prior: [T] estimates before anything is observed; buckets of one rule stand together, rules as in RULES.
         prior_strength: trials that the prior is worth.
         decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
-
-    Attributes:
-        learned: [T] estimates now, of the prior's dtype; changes in place.
     """
 
     def __init__(self, prior: npt.NDArray[Any], *, prior_strength: float, decay: float) -> None:
         assert prior_strength > 0 and 0 < decay <= 1
+        # learned: [T] estimates now, of the prior's dtype; changes in place.
         self.learned, self.version = prior.copy(), 0
         # Hits that the prior is worth, hits, trials.
         self._tried = np.zeros((3, len(prior)))

@@ -117,11 +117,6 @@ class GrowthProgram:
         regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
         committed_rows: as `growth_buckets` takes it.
         read: logits [L, V] of a step's rows [L], from the pass of an earlier step; None where each step has its own.
-
-    Attributes:
-        times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
-        memory: shared with the host.
-        lines: L of the largest bucket: rows that a report has room for.
     """
 
     def __init__(
@@ -165,8 +160,10 @@ class GrowthProgram:
         self.buckets = growth_buckets(
             config, sessions, on_gpu=on_gpu, least_rows=least_rows, committed_rows=committed_rows
         )
+        # times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
         self.times_ns = self.reading_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
+        # L of the largest bucket: rows that a report has room for.
         self.lines = max(bucket.lines for bucket in self.buckets)
         count = len(shapes)
         # What the host needs early is one piece of memory: gains, then rows, sessions and needed rows.
@@ -200,6 +197,7 @@ class GrowthProgram:
         calibration.learned = self._learned.numpy()
         edges, prior = torch.from_numpy(calibration.edges), torch.from_numpy(calibration.prior)
         self._tables = edges.to(device), prior.to(device), self._learned
+        # Shared with the host.
         self.memory = RingMemory.allocate(
             records=records,
             early_words=count + 2,

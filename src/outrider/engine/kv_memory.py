@@ -36,18 +36,12 @@ class KvNeighbour:
 
 
 class KvShape:
-    """The shape of one rank's caches.
-
-    Attributes:
-        layers: each has keys and values.
-        heads: of keys and values, on this rank.
-        head_dim: numbers of each.
-    """
+    """The shape of one rank's caches."""
 
     def __init__(self, spec: DecoderSpec, config: EngineConfig) -> None:
-        self.layers = len(spec.layers)
-        self.heads = spec.kv_heads // config.tensor_parallel_size
-        self.head_dim = spec.head_dim
+        self.layers = len(spec.layers)  # each has keys and values
+        self.heads = spec.kv_heads // config.tensor_parallel_size  # of keys and values, on this rank
+        self.head_dim = spec.head_dim  # numbers of each
         self.dtype: torch.dtype = getattr(torch, config.dtype_name)
         if config.kv_cache_dtype == "fp8_e4m3":
             self.dtype = torch.float8_e4m3fn

@@ -20,25 +20,18 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class _Edge:
-    """n tokens that follow their parent's, and their slots.
-
-    Attributes:
-        parent: the edge before; None for the root, and for an edge that is gone.
-        children: by their first token.
-        users: rows whose borrowed path goes through here.
-        used_at: when a row last left it, on the cache's own clock.
-    """
+    """n tokens that follow their parent's, and their slots."""
 
     __slots__ = ("children", "parent", "slots", "start", "tokens", "used_at", "users")
 
     def __init__(self, parent: "_Edge | None", start: int, tokens: TokenIds, slots: Slots) -> None:
-        self.parent = parent
+        self.parent = parent  # the edge before; None for the root, and for an edge that is gone
         self.start = start
         self.tokens = tokens
         self.slots = slots
-        self.children: dict[int, _Edge] = {}
-        self.users = 0
-        self.used_at = 0
+        self.children: dict[int, _Edge] = {}  # by their first token
+        self.users = 0  # rows whose borrowed path goes through here
+        self.used_at = 0  # when a row last left it, on the cache's own clock
 
     @property
     def end(self) -> int:

@@ -30,16 +30,12 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 class Ranks:
-    """One rank's way to the others; here that of a process that runs the whole model.
-
-    Attributes:
-        world_size: ranks of the model.
-        failed: done with the reason once another rank is lost.
-    """
+    """One rank's way to the others; here that of a process that runs the whole model."""
 
     def __init__(self, device: torch.device, *, rank: int = 0, world_size: int = 1) -> None:
+        # world_size: ranks of the model.
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.failed: Future[None] = Future()
+        self.failed: Future[None] = Future()  # done with the reason once another rank is lost
         self._collectives: Collectives | None = None
 
     def least(self, value: int) -> int:

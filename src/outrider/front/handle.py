@@ -50,11 +50,6 @@ class Front:
         role: of the worker, as its log names it.
         address: host:port to bind; port 0 takes a free one.
         tls: None serves in the clear.
-
-    Attributes:
-        address: with the port that was bound, once it listens.
-        data: the socket that frames pass through (`frames`).
-        failed: done when the process has ended unasked.
     """
 
     def __init__(
@@ -65,13 +60,14 @@ class Front:
         address: str,
         tls: TlsConfig | None = None,
     ) -> None:
-        self.address = address
+        self.address = address  # with the port that was bound, once it listens
         self._tls = tls
         methods = [(method.name, method.client_streaming) for method in service.methods]
         self._setup = {"service": service.full_name, "methods": methods, "role": role.value}
-        self.failed: Future[None] = Future()
+        self.failed: Future[None] = Future()  # done when the process has ended unasked
         # It is waited for more than once, and running futures cannot be cancelled by whoever stops.
         self.failed.set_running_or_notify_cancel()
+        # data: the socket that frames pass through (`frames`).
         self.data, self._their_data = socket.socketpair()
         for end in (self.data, self._their_data):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
