@@ -60,41 +60,13 @@ class EagleHead:
     ) -> None:
         self.spec, self.weights, self._attend = spec, weights, attend
         self._softcap = final_softcap if spec.layout == "eagle1" else 0.0
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Where the target's hidden states are read: after so many layers, un-normed, or `LAST_NORM`."""
-        return self.spec.taps
-
-    @property
-    def feature_size(self) -> int:
-        """F."""
-        return self.weights.fc.shape[1] if self.spec.layout == "eagle3" else self.hidden_size
-
-    @property
-    def hidden_size(self) -> int:
-        """N."""
-        return self.spec.hidden_size
-
-    @property
-    def kv_heads(self) -> int:
-        """Hkv of its key and value caches, [num_slots, Hkv, D] each."""
-        return self.spec.layer.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return self.spec.layer.head_dim
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.spec.layer.vocab_size
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """[Vd] int64, the target's id of each column of `draft_logits`; None where column i is token i."""
-        return self.weights.target_ids
+        self.hidden_size, self.vocab_size = spec.hidden_size, spec.layer.vocab_size
+        # Its key and value caches are [num_slots, kv_heads, head_dim] each.
+        self.kv_heads, self.head_dim = spec.layer.kv_heads, spec.layer.head_dim
+        # Where the target's hidden states are read: after so many layers, un-normed, or `LAST_NORM`.
+        self.taps = spec.taps
+        # [Vd] int64, the target's id of each column of `draft_logits`; None where column i is token i.
+        self.target_ids = weights.target_ids
 
     @torch.inference_mode()
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
@@ -174,7 +146,7 @@ class EagleHead:
     @torch.inference_mode()
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of `draft_logits` [R, Vd]; -inf for tokens that the head has no row for."""
-        ids = self.weights.target_ids
+        ids = self.target_ids
         if ids is None:
             missing = self.vocab_size - logits.shape[1]
             return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits

@@ -9,31 +9,17 @@ when it is needed.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import OutOfSlots
 
+if TYPE_CHECKING:
+    from outrider.engine.prefix_cache import PrefixCache
+
 Slots = npt.NDArray[np.int32]
-
-
-class SlotLender(Protocol):
-    """Who keeps slots beside the rows, and lends them to any number of rows."""
-
-    @property
-    def unused(self) -> int:
-        """Its slots that no row borrows."""
-        ...
-
-    def give_back(self, count: int) -> Slots:
-        """Parts with `count` of its unused slots."""
-        ...
-
-    def take_return(self, row: int, length: int) -> None:
-        """The row keeps only the first `length` of what it has borrowed."""
-        ...
 
 
 class SlotTable:
@@ -52,7 +38,7 @@ class SlotTable:
         # A stack whose top hands out ascending numbers: consecutive slots are read without a gather.
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._free_count = num_slots
-        self.lender: SlotLender | None = None
+        self.lender: PrefixCache | None = None
         """Who lends slots to rows; at most one, who sets it."""
         self._lengths = [0] * max_rows
         self._borrowed = [0] * max_rows

@@ -233,12 +233,8 @@ class _Process:
                 start_new_session=True,
             )
         self.connection.send(setup)
+        self.pid = self._process.pid
         logger.info("tensor-parallel rank %d is process %d", self.rank, self.pid)
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        return self._process.pid
 
     def ending(self) -> str:
         """How the process ended, a moment after its end was noticed."""
