@@ -383,15 +383,7 @@ _WORKER_OPTIONS = (
 )
 
 
-NGRAM_FIELDS = (
-    "ngram_capacity",
-    "ngram_max_trie_depth",
-    "ngram_min_breadth",
-    "ngram_max_breadth",
-    "ngram_draft_tokens",
-    "ngram_match_type",
-    "ngram_corpus",
-)
+NGRAM_FIELDS = tuple(own.name for own in fields(DeployConfig) if own.name.startswith("ngram_"))
 """What draft workers take over as it is."""
 
 

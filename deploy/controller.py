@@ -246,7 +246,9 @@ class Controller:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._bring_up()
         except TimeoutError:
-            self._failure = f"not ready after {self._config.start_timeout_s:g} s: {self._waiting_for()}"
+            late = [handle.name for handle in self._crew if handle.report is None or handle.report.address is None]
+            missing = ", ".join(late) + " not serving" if late else "a worker has not registered with every coordinator"
+            self._failure = f"not ready after {self._config.start_timeout_s:g} s: {missing}"
         except WorkerUnavailable as error:
             self._failure = str(error)
         except Exception as error:
@@ -297,10 +299,6 @@ class Controller:
             if all(worker_status(handle, self._view)["state"] == "serving" for handle in self._crew):
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
-
-    def _waiting_for(self) -> str:
-        late = [handle.name for handle in self._crew if handle.report is None or handle.report.address is None]
-        return ", ".join(late) + " not serving" if late else "a worker has not registered with every coordinator"
 
     # ------------------------------------------------------------------------------------------------------- the crew
 

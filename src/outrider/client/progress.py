@@ -134,7 +134,11 @@ class Progress:
         """Takes a message; yields the delta it brought, unless it is a duplicate."""
         match response.WhichOneof("event"):
             case "started":
-                self._take_started(response.started)
+                if self._started is None:
+                    self._started = response.started
+                    # A resume has to name both.
+                    self._request.request_id = response.started.request_id
+                    self._request.sampling_params.seed = response.started.seed
             case "delta":
                 if response.delta.index >= len(self._choices):
                     raise OutriderError(f"the server sent choice {response.delta.index}, which was not asked for")
@@ -153,13 +157,6 @@ class Progress:
                         self._tree_lines.append(line)
             case "finished":
                 self._finished = response.finished
-
-    def _take_started(self, started: generation_pb2.Started) -> None:
-        if self._started is None:
-            self._started = started
-            # A resume has to name both.
-            self._request.request_id = started.request_id
-            self._request.sampling_params.seed = started.seed
 
     def pause_before_resuming_s(self, error: OutriderError | TimeoutError, *, is_new: bool) -> float:
         """How long to wait before the request is sent again; raises the error if it is not to be sent again.

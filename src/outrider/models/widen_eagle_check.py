@@ -97,10 +97,7 @@ def check_eagle(
     )  # fmt: skip
     found = [logits for features, tokens in streams
              for logits in drafting_steps(wide, _widened(features, wide_table, len(head.taps)), tokens)]  # fmt: skip
-    return _report(torch.cat(expected), torch.cat(found), allowed)
-
-
-def _report(small: torch.Tensor, large: torch.Tensor, allowed: float) -> EagleReport:
+    small, large = torch.cat(expected), torch.cat(found)
     real, padding = large[:, : small.shape[1]], large[:, small.shape[1] :]
     return EagleReport(
         deviation=root_mean_square(real - small),
