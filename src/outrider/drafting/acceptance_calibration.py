@@ -93,17 +93,11 @@ class AcceptanceCalibration(LearnedBuckets):
 
     Args:
         branching: k, most children of a parent.
-        prior_strength: trials that the prior is worth.
-        decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
-
-    Attributes:
-        edges: [2, BINS - 1] float32: what parts the bins of -log q, and those of the gap.
-        prior: [T] float32, bucket = (rule k + rank) BINS + bin.
-        learned: [T] float32 estimates now; changes in place.
     """
 
     def __init__(self, *, branching: int, prior_strength: float = 20.0, decay: float = 0.999) -> None:
         assert branching >= 1
+        # What parts the bins of -log q, and those of the gap.
         self.edges = np.array([SURPRISE_EDGES, GAP_EDGES], dtype=np.float32)
         self._rank_offset = np.arange(branching, dtype=np.int64) * BINS
         self._rule_offset = branching * BINS
@@ -112,7 +106,7 @@ class AcceptanceCalibration(LearnedBuckets):
             coupled_prior(branching, GAP_EDGES),
             independent_prior(branching, SURPRISE_EDGES),
         )
-        self.prior: FloatArray = np.concatenate(tables).ravel()
+        self.prior: FloatArray = np.concatenate(tables).ravel()  # bucket = (rule k + rank) BINS + bin
         super().__init__(self.prior, prior_strength=prior_strength, decay=decay)
 
     def buckets(self, log_q: FloatArray, scores: FloatArray, temperature: FloatArray) -> IntArray:
@@ -122,7 +116,6 @@ class AcceptanceCalibration(LearnedBuckets):
             log_q: [R, k] log draft probability, after temperature and filters.
             scores: [R, k] log q + G, descending; read where the temperature is above 0.
             temperature: [R]; 0 is greedy.
-
         """
         ranks = self._rank_offset[: log_q.shape[1]]
         coupled = temperature > 0
@@ -141,25 +134,14 @@ class AcceptanceCalibration(LearnedBuckets):
         return found
 
     def independent_buckets(self, log_q: FloatArray) -> IntArray:
-        """The bucket of every child of parents after which the target draws with coins of its own.
-
-        Args:
-            log_q: [R, k] log draft probability, after temperature and filters, best first.
-
-        Returns:
-            [R, k] int64.
-        """
+        """The bucket of every child of parents after which the target draws with coins of its own."""
         return np.searchsorted(self.edges[0], -log_q) + self._rank_offset[: log_q.shape[1]] + 2 * self._rule_offset
 
     def estimate(self, buckets: IntArray, learned: npt.NDArray[np.bool_] | bool = True) -> FloatArray:
-        """Estimates of children; those of one parent do not sum above 1.
+        """Estimates [R, k] of children; those of one parent do not sum above 1.
 
         Args:
-            buckets: [R, k] from `buckets`.
             learned: [R] or one bool: False answers from the prior alone, so that trees are reproducible.
-
-        Returns:
-            [R, k] float32.
         """
         if learned is True:
             estimates = self.learned[buckets]
@@ -169,12 +151,7 @@ class AcceptanceCalibration(LearnedBuckets):
         return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
 
     def observe(self, buckets: IntArray | Sequence[int], hit: int) -> None:
-        """Count the children of one parent on the committed path.
-
-        Args:
-            buckets: [k] the children's buckets.
-            hit: index of the child that was committed; negative if none of them was.
-        """
+        """Count the children of one parent on the committed path; `hit` is negative if none of them was committed."""
         self.observe_parents(np.array([[hit, len(buckets), *buckets]], dtype=np.int64))
 
     def observe_parents(self, seen: IntArray) -> None:
@@ -211,12 +188,6 @@ def count_trial(bucket: int, came_true: int, estimate: float, arrays: Any) -> No
 
 @compiled
 def _observe_parents(seen: Any, arrays: Any) -> None:
-    """Count the children of parents on a committed path, one parent after the other.
-
-    Args:
-        seen: int64 [n, 2 + K] which child was committed (negative if none was), how many there are, their buckets.
-        arrays: `LearnedBuckets.arrays`; written.
-    """
     learned = arrays[0]
     for parent in range(len(seen)):
         total, count = 0.0, seen[parent, 1]

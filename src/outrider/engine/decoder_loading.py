@@ -27,9 +27,6 @@ def load_decoder(config: EngineConfig, source: WeightSource | None, ranks: Ranks
 
     Args:
         source: of the weights; by default the folder's files.
-
-    Raises:
-        CheckpointError: see `read_checkpoint`, `load_decoder_weights`, `check_eight_bits` and `attention_of`.
     """
     spec, card = read_checkpoint(config)
     attend = attention_of(config, spec.head_dim)

@@ -49,11 +49,7 @@ _LOAD_NOTICE_S = 60.0
 
 
 class Leader(Ranks):
-    """Rank 0's side.
-
-    Attributes:
-        failed: cancelled when all ended as they should.
-    """
+    """Rank 0's side; `failed` is cancelled when all ended as they should."""
 
     def __init__(self, config: EngineConfig, source: WeightSource | None) -> None:
         super().__init__(rank_device(config, 0), world_size=config.tensor_parallel_size)

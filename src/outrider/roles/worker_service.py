@@ -36,16 +36,11 @@ _REGISTERED_AS = {Role.DRAFT: registry_pb2.WORKER_ROLE_DRAFT, Role.TARGET: regis
 
 
 class WorkThread(Protocol):
-    """The thread that owns the model.
-
-    Attributes:
-        ready: done when the model is loaded, or could not be.
-        stopped: done when the thread has ended, with what ended it.
-    """
+    """The thread that owns the model."""
 
     watch: StepWatch
-    ready: Future[Any]
-    stopped: Future[None]
+    ready: Future[Any]  # done when the model is loaded, or could not be
+    stopped: Future[None]  # done when the thread has ended, with what ended it
 
     def start(self) -> None:
         """Loads the model, then works."""
@@ -73,17 +68,12 @@ class Loaded:
 
 
 class Worker(ABC, Generic[Thread]):
-    """A draft or a target worker.
-
-    Attributes:
-        front: the process that speaks gRPC for it.
-        inbox: where `thread` finds what `front` passes on.
-    """
+    """A draft or a target worker."""
 
     role: Role
     thread: Thread
-    front: Front
-    inbox: Inbox[Any]
+    front: Front  # the process that speaks gRPC for it
+    inbox: Inbox[Any]  # where `thread` finds what `front` passes on
 
     @abstractmethod
     def loaded(self) -> Loaded:
