@@ -124,14 +124,11 @@ class SharedTrie:
         return not self._thread.is_alive()
 
     def add(self, tokens: Sequence[int], *, start: int = 0) -> bool:
-        """Queue a text, or the continuation of one, without waiting. One thread calls this.
+        """Queue a text, or the continuation of one, without waiting; return whether there was room. Of one thread.
 
         Args:
             tokens: not changed by anybody afterwards.
             start: tokens before it are context: the last `suffix_tokens` of what was queued before.
-
-        Returns:
-            Whether there was room for it.
         """
         new = len(tokens) - start
         if self.failed or self.waiting_tokens + new > self._queue_tokens:

@@ -90,7 +90,7 @@ class EagleHead:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Stores the rows' keys and values in their slots and returns the rows that logits and further rows read.
+        """Stores the rows' keys and values in their slots; the rows [T, N], new, that logits and further rows read.
 
         Args:
             hidden: [T, N] of `fuse`, or of `forward` for rows that were drafted; not changed.
@@ -99,19 +99,13 @@ class EagleHead:
             write_slots: [T] int64; a row whose slot is out of range stores nothing.
             batch: who sees what.
             key_cache, value_cache: [num_slots, Hkv, D], written.
-
-        Returns:
-            [T, N], new.
         """
         spec, weights, eps = self.spec.layer, self.weights, self.spec.layer.norm_eps
         stream, query = self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
         mixed = self._attend(query, key_cache, value_cache, batch, scale=spec.attention_scale)
         addend = linear_parts(mixed.flatten(1), weights.attention_output)
         rows = residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
-        addend = linear_parts(
-            gated_linear(rows, weights.gate_up, activation=spec.activation),
-            weights.down,
-        )
+        addend = linear_parts(gated_linear(rows, weights.gate_up, activation=spec.activation), weights.down)
         # Only the sum is wanted, and this is the operator that adds up parts in one launch.
         residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
         return stream
@@ -215,7 +209,7 @@ class BlockHead(EagleHead):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits of B positions behind each of n sessions, without the bias by the token before.
+        """Logits [n, B, Vd] of B positions behind each of n sessions, without the bias by the token before.
 
         Args:
             hidden: [n, N] of `fuse`, of the sessions' last rows, whose keys and values are stored.
@@ -224,9 +218,6 @@ class BlockHead(EagleHead):
             slot_table: [n, ..] int32, slots of the sessions' rows.
             key_len: [n] int32: how many.
             key_cache, value_cache: [num_slots, Hkv, D], read.
-
-        Returns:
-            [n, B, Vd].
         """
         weights, size, count = self._block, self.block_size, len(hidden)
         number = torch.arange(max(size, count + 1), dtype=torch.int32, device=hidden.device)

@@ -35,11 +35,8 @@ class ModelRunner:
         ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
         neighbour: what is to be left of the KV memory for another model.
 
-    Attributes:
-        slots: the slot table; callers extend and truncate its rows, the runner only reads it.
-
     Raises:
-        CheckpointError: see `load_decoder`; also where not even one session fits the KV memory.
+        CheckpointError: as `load_decoder`; also where not even one session fits the KV memory.
     """
 
     def __init__(
@@ -80,6 +77,7 @@ class ModelRunner:
         )
         num_slots = self.ranks.least(num_slots)
         report_stage(f"KV: {num_slots:,} tokens, {num_slots * shape.bytes_per_slot / 1e9:.2f} GB")
+        # Callers extend and truncate its rows, the runner only reads it.
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
         self._caches = shape.caches(num_slots, self.device)
 

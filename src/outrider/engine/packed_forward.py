@@ -104,7 +104,7 @@ class PackedForward:
     def logits(
         self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int, count: int | None = None
     ) -> torch.Tensor:
-        """Store the rows' keys and values, and return the wanted logits.
+        """Store the rows' keys and values, and return the wanted logits [L, V] in the model's dtype.
 
         Args:
             packed: the step.
@@ -112,9 +112,6 @@ class PackedForward:
             rows: [L] int64, rows of the step; with several ranks the first ones, in order.
             most: bound of the rows of one session.
             count: rows of the step without padding; where it is not known, padding takes part.
-
-        Returns:
-            [L, V] in the model's dtype.
         """
         if self._trims:
             count = int(packed.query_start[-1]) if count is None else count
