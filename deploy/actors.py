@@ -33,23 +33,14 @@ def start_log(config: DeployConfig, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleReport:
-    """What an actor says of itself.
+    """What an actor says of itself."""
 
-    Attributes:
-        pid: of its process, new after every restart.
-        node: name of its machine.
-        node_id: Ray's, of its machine.
-        address: host:port of its server; None while it loads.
-        failure: why its server ended by itself; None while it has not.
-        stages: what it has said of its start so far.
-    """
-
-    pid: int
+    pid: int  # of its process, new after every restart
     node: str
-    node_id: str
-    address: str | None
-    failure: str | None
-    stages: tuple[str, ...] = ()
+    node_id: str  # Ray's, of its machine
+    address: str | None  # host:port of its server; None while it loads
+    failure: str | None  # why its server ended by itself; None while it has not
+    stages: tuple[str, ...] = ()  # what it has said of its start so far
 
 
 class RoleActor:

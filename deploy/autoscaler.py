@@ -12,11 +12,10 @@ A decision never rests on less than all coordinators: while one of them is silen
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.deploy.autoscaler_model import DemandWindow, Sample, speeds, window_of
+from outrider.deploy.config import DeployConfig
 from outrider.deploy.steadiness import Steadiness
 from outrider.v1 import generation_pb2
 
@@ -37,27 +36,14 @@ _OTHER_LOAD = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """How many drafts there should be now, and why.
+    """How many drafts there should be now, and why."""
 
-    Attributes:
-        drafts: workers, between min and max.
-        reason: in words.
-        serving: workers that all coordinators together can use.
-        sessions: that would speculate.
-        speedup: tokens a second by those of plain decoding; None while it is not known.
-        gain_of_next: what one more than serve now would add to that, as a share; None likewise.
-    """
-
-    drafts: int
+    drafts: int  # workers, between min and max
     reason: str
-    serving: int
+    serving: int  # workers that all coordinators together can use
     sessions: int
-    speedup: float | None = None
-    gain_of_next: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    speedup: float | None = None  # tokens a second by those of plain decoding; None while it is not known
+    gain_of_next: float | None = None  # what one more than serve now would add to that, as a share; None likewise
 
 
 @dataclass(frozen=True)
@@ -81,14 +67,15 @@ class _Trial:
 
 
 class Autoscaler:
-    """Decides; call `decide` about every second."""
+    """Decides, for a configuration with `max_drafts`; call `decide` about every second."""
 
-    def __init__(self, config: AutoscalerConfig) -> None:
-        self._config = config
+    def __init__(self, config: DeployConfig) -> None:
+        assert config.max_drafts is not None, "nothing is left to demand"
+        self._config, self._least, self._most = config, config.min_drafts, config.max_drafts
         self._samples: list[Sample] = []
         self._heard: dict[int, tuple[float, float]] = {}
         """Coordinator's incarnation to when it last spoke, and its uptime then."""
-        self._steady = Steadiness(up_s=config.up_s, down_s=config.down_s)
+        self._steady = Steadiness(up_s=config.autoscale_up_s, down_s=config.autoscale_down_s)
         self._trial: _Trial | None = None
         self._is_trying = False
 
@@ -97,7 +84,6 @@ class Autoscaler:
 
         Args:
             infos: what the coordinators that can be reached say now.
-            drafts: how many are wanted so far.
             now_s: of a monotonic clock.
         """
         sample = Sample.of(infos, now_s)
@@ -109,11 +95,10 @@ class Autoscaler:
         else:
             self._remember(sample)
             advice = self._advice(drafts, now_s)
-        least, most = self._config.min_drafts, self._config.max_drafts
-        wanted = drafts if advice.drafts is None else min(max(advice.drafts, least), most)
+        wanted = drafts if advice.drafts is None else min(max(advice.drafts, self._least), self._most)
         if advice.drafts is not None and not advice.at_once:
             wanted = self._steady.count(wanted, drafts, now_s)
-        wanted = min(max(wanted, least), most)
+        wanted = min(max(wanted, self._least), self._most)
         self._note(wanted, drafts, advice, now_s)
         return Decision(
             drafts=wanted,
@@ -160,12 +145,12 @@ class Autoscaler:
     # ------------------------------------------------------------------------------------------------------ what to do
 
     def _advice(self, drafts: int, now_s: float) -> _Advice:
-        sample = self._samples[-1]
-        window = self._window(_TRIAL_S if self._is_trying else self._config.up_s)
+        sample, up_s = self._samples[-1], self._config.autoscale_up_s
+        window = self._window(_TRIAL_S if self._is_trying else up_s)
         if window is None:
             return _Advice(None, "looking since the last change")
-        if not any(own.gauges[0] or own.gauges[2] for own in self._samples if now_s - own.at_s <= self._config.up_s):
-            return _Advice(self._config.min_drafts, "no session speculates")
+        if not any(own.gauges[0] or own.gauges[2] for own in self._samples if now_s - own.at_s <= up_s):
+            return _Advice(self._least, "no session speculates")
         if not sample.drafts and not drafts:
             return self._without_drafts(window, now_s)
         if not sample.drafts or not window.targets:
@@ -189,12 +174,12 @@ class Autoscaler:
         return _Advice(0, f"speculation did not pay: tried anew in {trial.next_s - now_s:.0f} s")
 
     def _best(self, window: DemandWindow, drafts: int) -> _Advice:
-        config, serving = self._config, window.drafts
-        speed = speeds(window, max(config.max_drafts, serving, drafts) + 1)
+        serving = window.drafts
+        speed = speeds(window, max(self._most, serving, drafts) + 1)
         # Who waits for a place gains by every token, like those that run.
-        cost = config.draft_cost * window.sessions / max(window.sessions + window.waiting, 1.0)
+        cost = self._config.autoscale_draft_cost * window.sessions / max(window.sessions + window.waiting, 1.0)
         values = [tokens / (window.targets + cost * count) for count, tokens in enumerate(speed)]
-        best = max(range(config.min_drafts, config.max_drafts + 1), key=values.__getitem__)
+        best = max(range(self._least, self._most + 1), key=values.__getitem__)
         if values[best] < (1 + _HYSTERESIS) * values[drafts]:
             best = drafts
         found = (
@@ -229,7 +214,7 @@ class Autoscaler:
             self._trial, self._is_trying = None, False
 
     def _pause_s(self, trial: _Trial) -> float:
-        return self._config.probe_s * min(2**trial.failures, _MOST_PATIENCE)
+        return self._config.autoscale_probe_s * min(2**trial.failures, _MOST_PATIENCE)
 
 
 def _drafts(count: int) -> str:

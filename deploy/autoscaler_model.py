@@ -25,29 +25,17 @@ _LAW_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class DemandWindow:
-    """What one coordinator, or all together, have seen in some seconds.
-
-    Attributes:
-        seconds: that it covers.
-        drafts: workers that served all the while.
-        targets: likewise.
-        draft_places: sessions that these drafts may take.
-        sessions: at targets, that would speculate; mean.
-        undrafted: of these, those that no draft grows; mean.
-        waiting: requests in the queue; mean.
-        expanded_per_step: N.
-        rounds: as in DraftDemand, like all that follows.
-    """
+    """What one coordinator, or all together, have seen in some seconds."""
 
     seconds: float
-    drafts: int
+    drafts: int  # workers that served all the while
     targets: int
-    draft_places: int
-    sessions: float
-    undrafted: float
-    waiting: float
-    expanded_per_step: float
-    rounds: int
+    draft_places: int  # sessions that these drafts may take
+    sessions: float  # at targets, that would speculate; mean
+    undrafted: float  # of these, those that no draft grows; mean
+    waiting: float  # requests in the queue; mean
+    expanded_per_step: float  # N
+    rounds: int  # as in DraftDemand, like all that follows
     tokens: int
     missed_rounds: int
     starved_rounds: int
@@ -79,19 +67,12 @@ class DemandWindow:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the coordinators said at one moment: counters of each, and who serves.
-
-    Attributes:
-        counters: by incarnation, a coordinator's counters.
-        gauges: sessions, undrafted sessions and waiting requests, over all coordinators.
-        drafts: ids of serving draft workers, with their places.
-        targets: ids of serving target workers.
-    """
+    """What the coordinators said at one moment: counters of each, and who serves."""
 
     at_s: float
-    counters: Mapping[int, Mapping[str, int]]
-    gauges: tuple[int, int, int]
-    drafts: Mapping[str, int]
+    counters: Mapping[int, Mapping[str, int]]  # by incarnation, a coordinator's counters
+    gauges: tuple[int, int, int]  # sessions, undrafted sessions and waiting requests, over all coordinators
+    drafts: Mapping[str, int]  # ids of serving draft workers, with their places
     targets: frozenset[str]
 
     @property

@@ -94,7 +94,8 @@ def bench(
             if not found.has_template:
                 notes.print("the model has no chat template: conversations are sent as plain text")
             notes.print(f"{len(found.prompts)} prompts for {found.model}, off and {speculation}", markup=False)
-            with _progress(notes) as progress:
+            columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
+            with Progress(*columns, console=notes) as progress:
                 task = progress.add_task("requests", total=requests_of(len(found.prompts)))
                 pairs = await measure(
                     found,
@@ -198,12 +199,6 @@ async def served(address: str) -> AsyncIterator[str]:
     if not host or not port.isdigit():
         raise typer.BadParameter(f"{address!r} given, HOST:PORT needed")
     yield address
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
 
 
 async def _ended_by_sigterm(run: Any) -> Any:

@@ -14,25 +14,18 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """Attributes:
-    weights: bytes of all of them.
-    kv: bytes of one token's keys and values.
-    longest: most tokens of a session.
-    vocab_size: entries of the vocabulary.
-    """
+    """What memory a checkpoint asks for."""
 
-    weights: int
-    kv: int
-    longest: int
-    vocab_size: int
+    weights: int  # bytes of all of them
+    kv: int  # bytes of one token's keys and values
+    longest: int  # most tokens of a session
+    vocab_size: int  # entries of the vocabulary
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], *, number_bytes: int, kv_number_bytes: int) -> Self:
         """Read them.
 
         Args:
-            folder: of the checkpoint.
-            config: its config.json.
             number_bytes: of a weight once it is loaded; 1 rounds matrices to 8 bits.
             kv_number_bytes: of a key's or a value's number.
 

@@ -14,7 +14,6 @@ from outrider.deploy.connection import NAMESPACE, connect, sigterm_kept
 from outrider.deploy.controller import Controller
 from outrider.deploy.local_note import forget_local, remember_local
 from outrider.deploy.roles import Roles
-from outrider.deploy.status import Started
 from outrider.errors import WorkerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -31,13 +30,8 @@ class Deployment:
     """Brings a deployment up, keeps it while this process lives, and ends it.
 
     Args:
-        config: of the deployment.
-        roles: what the actors run.
         detach: leave it running when this process ends; one of this name that runs already is taken for it.
         tell: hears what happens to it, a line at a time.
-
-    Attributes:
-        hurry_s: gives the time that each role gets when it stops, where that is not the configuration's.
 
     Raises (from `start`):
         WorkerUnavailable: a role failed, took longer than `start_timeout_s`, or (unless `detach`) a deployment of this
@@ -57,9 +51,10 @@ class Deployment:
         self._roles = roles or Roles()
         self._detach = detach
         self._tell = tell
+        # Gives the time that each role gets when it stops, where that is not the configuration's.
         self.hurry_s: Callable[[], float | None] = lambda: None
         self._owns_ray = False
-        self._controller: Any = None
+        self.controller: Any = None  # Ray's handle of the `Controller`
         self._keeping: asyncio.Task[None] | None = None
         self.endpoints: list[str] = []
         """host:port of every coordinator."""
@@ -82,11 +77,6 @@ class Deployment:
         """host:port of the coordinators, as a client takes them: separated by commas."""
         return ",".join(self.shared_endpoints or self.endpoints)
 
-    @property
-    def controller(self) -> Any:
-        """Ray's handle of the controller; see `Controller` for what it can be asked."""
-        return self._controller
-
     async def start(self) -> list[str]:
         """Returns the coordinators' addresses once every worker serves through each."""
         try:
@@ -98,33 +88,34 @@ class Deployment:
             await self._find_or_create()
             # One that is left alone belongs to somebody until it serves: whoever was killed meanwhile cannot end it.
             self._keeping = asyncio.create_task(self._keep())
-            started: Started = await self._controller.started.remote()
+            failure: str | None = await self.controller.started.remote()
+            found = {} if failure is not None else await self.status()
         except ray.exceptions.RayError as error:
             await self.stop()
             raise WorkerUnavailable(f"the controller could not be started: {error}") from error
         except BaseException:
             await self.stop()
             raise
-        if started.failure is not None:
+        if failure is not None:
             # What somebody else has started, and has not ended although it failed, is theirs to look at.
             hint = ": end it with `outrider down` first" if self.was_running else ""
             await self.stop()
-            raise WorkerUnavailable(started.failure + hint)
-        self.endpoints, self.shared_endpoints = started.endpoints, started.shared_endpoints
-        self.http_endpoints = started.http_endpoints
+            raise WorkerUnavailable(failure + hint)
+        self.endpoints, self.shared_endpoints = found["endpoints"], found["shared_endpoints"]
+        self.http_endpoints = found["http_endpoints"]
         if self._detach:
             await self._release()
         return self.endpoints
 
     async def status(self) -> dict[str, Any]:
         """What `outrider status --json` prints."""
-        return await self._controller.status.remote()
+        return await self.controller.status.remote()
 
     async def ended(self) -> None:
         """Returns when somebody else has ended what belongs to this process."""
         assert self._keeping is not None, "a detached deployment belongs to nobody"
         await self._keeping
-        self._controller = None
+        self.controller = None
 
     async def stop(self) -> None:
         """Ends the deployment, the coordinators draining first; shuts Ray down if `start` started it.
@@ -132,7 +123,7 @@ class Deployment:
         One that was brought up detached, or that was there before, is left alone once it serves.
         """
         await self._release()
-        controller, self._controller = self._controller, None
+        controller, self.controller = self.controller, None
         if controller is not None and not self.was_running and not (self._detach and self.endpoints):
             await end(controller, role_timeout_s=self.hurry_s(), config=self._config)
         if self._owns_ray:
@@ -165,7 +156,7 @@ class Deployment:
                 f"a deployment called {self._config.name} runs here already: end it with `outrider down`, or give "
                 "this one another --name"
             )
-        self._controller, self.was_running = found, True
+        self.controller, self.was_running = found, True
         return True
 
     def _running(self) -> Any:
@@ -188,14 +179,14 @@ class Deployment:
             label_selector=placement.selector(among=[home], avoided=()),
             fallback_strategy=[{"label_selector": placement.selector(among=None, avoided=[home])}],
         )
-        self._controller = placed.remote(self._config, self._roles, home=home, owned=not self._detach)
+        self.controller = placed.remote(self._config, self._roles, home=home, owned=not self._detach)
 
     async def _keep(self) -> None:
         """Renews the deployment's lease until it has ended, and tells what happens to it."""
         seen = 0
         while True:
             try:
-                seen, events = await self._controller.keep.remote(seen)
+                seen, events = await self.controller.keep.remote(seen)
                 for event in events:
                     self._tell(event)
             except ray.exceptions.RayError as error:
@@ -210,9 +201,7 @@ async def end(controller: Any, *, role_timeout_s: float | None, config: DeployCo
     """Ends a deployment by its controller, and the controller.
 
     Args:
-        controller: its handle.
         role_timeout_s: that each role gets; default what the configuration says, and then a little more.
-        config: of the deployment.
     """
     roles_s = 2 * config.stop_timeout_s + _STOP_SLACK_S if role_timeout_s is None else 2 * role_timeout_s
     try:

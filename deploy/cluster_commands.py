@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.command_options import is_given
 from outrider.coordinator.commands.client import DEFAULT_ENDPOINT, Endpoint, server_status
 from outrider.deploy.local_note import local_address
 from outrider.deploy.ray_token import prefer_token
@@ -167,11 +168,6 @@ def _count(entry: str) -> tuple[str, int]:
 
 def means_deployment(ctx: typer.Context, name: str) -> bool:
     """Return True if a deployment is asked about: one is named, or one of `outrider serve` runs on this machine."""
-
-    def is_given(option: str) -> bool:
-        source = ctx.get_parameter_source(option)
-        return source is not None and source.name in {"COMMANDLINE", "ENVIRONMENT"}
-
-    if is_given("endpoint"):
+    if is_given(ctx, "endpoint"):
         return False
-    return is_given("address") or is_given("name") or local_address(name) is not None
+    return is_given(ctx, "address") or is_given(ctx, "name") or local_address(name) is not None

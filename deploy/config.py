@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.config_checks import check_at_least_one, check_between, check_not_negative, check_positive
-from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.draft_worker.config import DraftSource, DraftWorkerConfig
 from outrider.draft_worker.drafters.ngram.options import MatchType
 from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
@@ -278,32 +277,20 @@ class DeployConfig:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         self._check_security()
-        self._check_telemetry()
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otlp_endpoint: {self.otlp_endpoint!r} given, http://HOST:PORT or https://HOST:PORT needed"
+            )
         self._check_gpus()
         self._check_workers()
         check_not_negative(self, "target_wait_s")
         check_positive(self, "start_timeout_s", "ping_interval_s", "hang_timeout_s", "node_timeout_s")
         check_positive(self, "owner_timeout_s", "stop_timeout_s")
 
-    def autoscaler(self) -> AutoscalerConfig:
-        """How the drafts are scaled; without `max_drafts` their count stands still."""
-        return AutoscalerConfig(
-            min_drafts=self.min_drafts,
-            max_drafts=self.min_drafts if self.max_drafts is None else self.max_drafts,
-            draft_cost=self.autoscale_draft_cost,
-            up_s=self.autoscale_up_s,
-            down_s=self.autoscale_down_s,
-            probe_s=self.autoscale_probe_s,
-        )
-
-    def _check_telemetry(self) -> None:
-        scheme = (self.otlp_endpoint or "").partition("://")[0]
-        if self.otlp_endpoint is not None and scheme not in ("http", "https"):
-            raise ValueError(
-                f"otlp_endpoint: {self.otlp_endpoint!r} given, http://HOST:PORT or https://HOST:PORT needed"
-            )
-
-    def _check_shared_http_port(self) -> None:
+    def _check_ports(self) -> None:
+        check_between(self, 0, 65535, "port", "target_port", "draft_port", "http_port")
+        check_between(self, 1, 65000, "metrics_port")
+        check_between(self, 1, 65535, "shared_port", "shared_http_port")
         if (shared := self.shared_http_port) is None:
             return
         # Their own ports leave `shared_port` out, and those for HTTP are as far from the first one as these are.
@@ -313,12 +300,6 @@ class DeployConfig:
             raise ValueError(
                 f"shared_http_port: {shared} given, which one of them has as its own http_port: another needed"
             )
-
-    def _check_ports(self) -> None:
-        check_between(self, 0, 65535, "port", "target_port", "draft_port", "http_port")
-        check_between(self, 1, 65000, "metrics_port")
-        check_between(self, 1, 65535, "shared_port", "shared_http_port")
-        self._check_shared_http_port()
 
     def _check_workers(self) -> None:
         # On whatever device they will be: that a worker finds out when it starts.
@@ -355,7 +336,8 @@ class DeployConfig:
                 f"max_drafts: {self.max_drafts} given, with drafts {drafts} between min_drafts {self.min_drafts} "
                 "and max_drafts needed"
             )
-        self.autoscaler()
+        check_not_negative(self, "autoscale_draft_cost")
+        check_positive(self, "autoscale_up_s", "autoscale_down_s", "autoscale_probe_s")
 
     def _check_placement(self) -> None:
         placement = self.drafter_placement
@@ -401,24 +383,12 @@ _WORKER_OPTIONS = (
 )
 
 
-NGRAM_FIELDS = (
-    "ngram_capacity",
-    "ngram_max_trie_depth",
-    "ngram_min_breadth",
-    "ngram_max_breadth",
-    "ngram_draft_tokens",
-    "ngram_match_type",
-    "ngram_corpus",
-)
+NGRAM_FIELDS = tuple(own.name for own in fields(DeployConfig) if own.name.startswith("ngram_"))
 """What draft workers take over as it is."""
 
 
 def amounts(resources: Sequence[str]) -> dict[str, float]:
-    """`{"big_gpu": 1.0}` of `["big_gpu=1"]`.
-
-    Raises:
-        ValueError: an entry is not NAME=AMOUNT with an amount above 0.
-    """
+    """Return `{"big_gpu": 1.0}` of `["big_gpu=1"]`; ValueError for what is not NAME=AMOUNT with an amount above 0."""
     found = {}
     for entry in resources:
         name, _, amount = entry.partition("=")

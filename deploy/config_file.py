@@ -6,7 +6,7 @@ file, and an error the name that the key has there (`draft.workers`, not `drafts
 
 import difflib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -16,88 +16,56 @@ import yaml
 
 from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 
-# Section -> key -> field; the section "" is the top of the file. A key that is only given here is a field of its name.
+
+def _keys(same: Iterable[str], **renamed: str) -> dict[str, str]:
+    """A section's keys, each with its field: those of another name than the field's, and those of the same."""
+    return renamed | {name: name for name in same}
+
+
+def _of(prefix: str, *keys: str) -> dict[str, str]:
+    """Keys of fields that begin with the section's name, which the file does not repeat."""
+    return {key: f"{prefix}_{key}" for key in keys}
+
+
+# Section -> key -> field; the section "" is the top of the file.
 SECTIONS: dict[str, dict[str, str]] = {
-    "": {key: key for key in ("name", "address", "bind", "metrics_port")},
-    "coordinator": {
-        "count": "coordinators",
-        "port": "port",
-        "http_port": "http_port",
-        "shared_port": "shared_port",
-        "shared_http_port": "shared_http_port",
-        **{
-            name: name
-            for name in (
-                "http_cors",
-                "served_model_name",
-                "tokenizer_path",
-                "chat_template",
-                "default_max_new_tokens",
-                "max_running_sessions",
-                "max_queue",
-            )
-        },
-        "live_page": "live_page",
-        "vllm_grpc": "vllm_grpc",
-        "resources": "coordinator_resources",
-        "drafts_per_session": "drafts_per_session",
-        "target_wait_s": "target_wait_s",
-        "allow_synthetic": "allow_synthetic",
-    },
-    "target": {
-        "workers": "targets",
-        "model": "target_model",
-        "port": "target_port",
-        "gpus": "target_gpus",
-        "resources": "target_resources",
-        "threads": "target_threads",
-        "tensor_parallel_size": "tensor_parallel_size",
-        "kv_bytes": "target_kv_bytes",
-        "quantization": "quantization",
-        "kv_cache_dtype": "kv_cache_dtype",
-        "enable_prefix_caching": "enable_prefix_caching",
-        "max_prefill_tokens": "max_prefill_tokens",
-        "prefill_slowdown": "prefill_slowdown",
-        "enforce_eager": "enforce_eager",
-        "deterministic": "deterministic",
-    },
-    "draft": {
-        "workers": "drafts",
-        "min_workers": "min_drafts",
-        "max_workers": "max_drafts",
-        "model": "draft_model",
-        "placement": "drafter_placement",
-        "resident_model": "resident_draft",
-        "port": "draft_port",
-        "gpus": "draft_gpus",
-        "resources": "draft_resources",
-        "threads": "draft_threads",
-        "beside_target": "drafts_beside_target",
-        "kv_bytes": "draft_kv_bytes",
-        **{name: name for name in ("source", *NGRAM_FIELDS)},
-    },
-    "security": {key: key for key in ("certs", "token_file", "insecure")},
-    "autoscale": {
-        "draft_cost": "autoscale_draft_cost",
-        "up_s": "autoscale_up_s",
-        "down_s": "autoscale_down_s",
-        "probe_s": "autoscale_probe_s",
-    },
-    "workers": {key: key for key in ("max_model_len", "max_num_seqs", "kv_cache_memory_fraction")},
-    "timeouts": {
-        key: key
-        for key in (
-            "start_timeout_s",
-            "ping_interval_s",
-            "hang_timeout_s",
-            "node_timeout_s",
-            "owner_timeout_s",
-            "stop_timeout_s",
-        )
-    },
-    "observe": {key: key for key in ("log_level", "log_format", "otlp_endpoint")},
-    "ray": {key: key for key in ("object_store_bytes", "standby", "keep_cores_awake", "role_logs")},
-}
+    "": _keys(("name", "address", "bind", "metrics_port")),
+    "coordinator": _keys(
+        (
+            "port", "http_port", "shared_port", "shared_http_port", "http_cors", "served_model_name", "tokenizer_path",
+            "chat_template", "default_max_new_tokens", "max_running_sessions", "max_queue", "live_page", "vllm_grpc",
+            "drafts_per_session", "target_wait_s", "allow_synthetic",
+        ),
+        count="coordinators",
+        resources="coordinator_resources",
+    ),
+    "target": _keys(
+        (
+            "tensor_parallel_size", "quantization", "kv_cache_dtype", "enable_prefix_caching", "max_prefill_tokens",
+            "prefill_slowdown", "enforce_eager", "deterministic",
+        ),
+        workers="targets",
+        **_of("target", "model", "port", "gpus", "resources", "threads", "kv_bytes"),
+    ),
+    "draft": _keys(
+        ("source", *NGRAM_FIELDS),
+        workers="drafts",
+        min_workers="min_drafts",
+        max_workers="max_drafts",
+        placement="drafter_placement",
+        resident_model="resident_draft",
+        beside_target="drafts_beside_target",
+        **_of("draft", "model", "port", "gpus", "resources", "threads", "kv_bytes"),
+    ),
+    "security": _keys(("certs", "token_file", "insecure")),
+    "autoscale": _of("autoscale", "draft_cost", "up_s", "down_s", "probe_s"),
+    "workers": _keys(("max_model_len", "max_num_seqs", "kv_cache_memory_fraction")),
+    "timeouts": _keys(
+        ("start_timeout_s", "ping_interval_s", "hang_timeout_s", "node_timeout_s", "owner_timeout_s", "stop_timeout_s")
+    ),
+    "observe": _keys(("log_level", "log_format", "otlp_endpoint")),
+    "ray": _keys(("object_store_bytes", "standby", "keep_cores_awake", "role_logs")),
+}  # fmt: skip
 
 
 def read_config(path: Path) -> DeployConfig:
@@ -107,7 +75,11 @@ def read_config(path: Path) -> DeployConfig:
         ValueError: see `read_fields`, and a value out of range; with the file and the key.
         OSError: it cannot be read.
     """
-    return build_config(read_fields(path), path)
+    fields = read_fields(path)
+    try:
+        return DeployConfig(**fields)
+    except ValueError as error:
+        raise ValueError(as_in_file(str(error), path)) from error
 
 
 def read_fields(path: Path) -> dict[str, Any]:
@@ -122,18 +94,6 @@ def read_fields(path: Path) -> dict[str, Any]:
         return _fields({} if content is None else content)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def build_config(fields: Mapping[str, Any], path: Path) -> DeployConfig:
-    """The configuration of a file's fields, options laid over them included.
-
-    Raises:
-        ValueError: a value out of range, with the file and the key as it is called there.
-    """
-    try:
-        return DeployConfig(**fields)
-    except ValueError as error:
-        raise ValueError(as_in_file(str(error), path)) from error
 
 
 def as_in_file(message: str, path: Path) -> str:

@@ -55,7 +55,6 @@ def attach(address: str, name: str) -> Any:
     Args:
         address: "auto" is the Ray that `outrider serve` has started on this machine for this name, else the cluster
             that this machine is part of; or host:port, or ray://host:port.
-        name: of the deployment.
 
     Raises:
         ConnectionError: there is no such cluster, or no such deployment on it.
@@ -142,11 +141,7 @@ def _init(**options: Any) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes.
-
-    Raises:
-        ConnectionError: nothing listens at host:port.
-    """
+    """Raise ConnectionError where nothing listens at host:port: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return

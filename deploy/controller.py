@@ -29,7 +29,7 @@ from outrider.deploy.demand import Demand
 from outrider.deploy.moving import Mover
 from outrider.deploy.roles import Roles, tls_of
 from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
-from outrider.deploy.status import Started, worker_status
+from outrider.deploy.status import worker_status
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
 
@@ -39,11 +39,7 @@ _DOWN, _UP, _SERVING, _STOPPING = "down", "starting", "serving", "stopping"
 
 
 class SavedState:
-    """The state of one deployment, of plain values.
-
-    Args:
-        name: of the deployment.
-    """
+    """The state of one deployment, of plain values."""
 
     def __init__(self, name: str) -> None:
         self._key = f"deployment/{name}".encode()
@@ -70,8 +66,6 @@ class Controller:
     """Starts, watches, scales, drains and replaces the roles of one deployment.
 
     Args:
-        config: of the deployment.
-        roles: what the actors run.
         home: id of the node that the deployment was started on.
         owned: end the deployment when nobody has called `keep` for a while; otherwise only until it serves.
     """
@@ -95,16 +89,10 @@ class Controller:
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
-    async def started(self) -> Started:
-        """Waits until every worker serves, or until it is clear that one cannot."""
+    async def started(self) -> str | None:
+        """Waits until every worker serves, or until it is clear that one cannot; then says why."""
         await asyncio.wait({self._up})
-        failure = "it was ended before it served" if self._up.cancelled() else self._failure
-        return Started(
-            endpoints=self._crew.endpoints,
-            shared_endpoints=self._crew.shared_endpoints,
-            http_endpoints=self._crew.http_endpoints,
-            failure=failure,
-        )
+        return "it was ended before it served" if self._up.cancelled() else self._failure
 
     async def pid(self) -> int:
         """Of its process, new after every restart."""
@@ -116,7 +104,6 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         """What `outrider status --json` prints; the keys stay."""
-        served = self._view.served()
         return {
             "name": self._config.name,
             "state": self._state,
@@ -125,9 +112,9 @@ class Controller:
             "shared_endpoints": self._crew.shared_endpoints,
             "http_endpoints": self._crew.http_endpoints,
             "wanted": {str(role): count for role, count in self._staff.wanted.items()},
-            "workers": [worker_status(handle, served) for handle in self._crew],
+            "workers": [worker_status(handle, self._view) for handle in self._crew],
             "autoscaler": self._demand.status(),
-            "coordinators": served.totals(),
+            "coordinators": self._view.totals(),
         }
 
     # ---------------------------------------------------------------------------------------------------- what it does
@@ -178,7 +165,6 @@ class Controller:
         Where there is no room for one more, the old one goes first: without a draft there is only less speed.
 
         Args:
-            role: draft, or target.
             model: checkpoint folder of the new drafts; default what each had.
 
         Returns:
@@ -260,7 +246,9 @@ class Controller:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._bring_up()
         except TimeoutError:
-            self._failure = f"not ready after {self._config.start_timeout_s:g} s: {self._waiting_for()}"
+            late = [handle.name for handle in self._crew if handle.report is None or handle.report.address is None]
+            missing = ", ".join(late) + " not serving" if late else "a worker has not registered with every coordinator"
+            self._failure = f"not ready after {self._config.start_timeout_s:g} s: {missing}"
         except WorkerUnavailable as error:
             self._failure = str(error)
         except Exception as error:
@@ -308,13 +296,9 @@ class Controller:
         while True:
             # One that listened may still be refused by the coordinator, and then says why.
             await asyncio.gather(*(self._staff.refresh(handle) for handle in self._crew), self._view.ask())
-            if all(worker_status(handle, self._view.served())["state"] == "serving" for handle in self._crew):
+            if all(worker_status(handle, self._view)["state"] == "serving" for handle in self._crew):
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
-
-    def _waiting_for(self) -> str:
-        late = [handle.name for handle in self._crew if handle.report is None or handle.report.address is None]
-        return ", ".join(late) + " not serving" if late else "a worker has not registered with every coordinator"
 
     # ------------------------------------------------------------------------------------------------------- the crew
 

@@ -1,13 +1,13 @@
 """What a deployment's coordinators say: who serves, and what there is to do."""
 
 import asyncio
+from typing import Any
 
 import ray
 import ray.exceptions
 
 from outrider.deploy.crew import Crew
 from outrider.deploy.health import RoleHandle
-from outrider.deploy.status import ServedBy
 from outrider.security.roles import Role
 from outrider.v1 import generation_pb2
 
@@ -15,15 +15,11 @@ INFO_TIMEOUT_S = 2.0
 
 
 class CoordinatorView:
-    """The latest answer of each coordinator.
-
-    Attributes:
-        infos: by endpoint; those that did not answer are missing.
-    """
+    """The latest answer of each coordinator."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
-        self.infos: dict[str, generation_pb2.ServerInfo] = {}
+        self.infos: dict[str, generation_pb2.ServerInfo] = {}  # by endpoint; those that did not answer are missing
 
     async def ask(self) -> None:
         """Asks all of them."""
@@ -35,9 +31,43 @@ class CoordinatorView:
             if info is not None and handle.endpoint is not None
         }
 
-    def served(self) -> ServedBy:
-        """What they said of the workers."""
-        return ServedBy(self.infos, self._crew.endpoints)
+    def answers(self, endpoint: str | None) -> bool:
+        """Whether a coordinator answered."""
+        return endpoint in self.infos
+
+    def of(self, address: str | None) -> list[generation_pb2.WorkerStatus]:
+        """One entry a coordinator that knows the worker of this address."""
+        workers = (worker for info in self.infos.values() for worker in info.workers)
+        return [worker for worker in workers if worker.introduction.address == address]
+
+    def is_everywhere(self, address: str | None) -> bool:
+        """Whether every coordinator uses the worker of this address."""
+        serving = [status for status in self.of(address) if status.state == "serving"]
+        return 0 < len(self._crew.endpoints) == len(serving)
+
+    def sessions(self, handle: RoleHandle) -> int:
+        """Sessions that run at a worker, or of a coordinator."""
+        if handle.role is Role.COORDINATOR:
+            info = self.infos.get(handle.endpoint or "")
+            return info.running_sessions if info is not None else 0
+        address = handle.report and handle.report.address
+        return max((status.load.sessions for status in self.of(address)), default=0)
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Of each coordinator that answered, what it has done."""
+        return [
+            {
+                "endpoint": endpoint,
+                "version": info.version,
+                "uptime_s": info.uptime_s,
+                "running_sessions": info.running_sessions,
+                "waiting_requests": info.waiting_requests,
+                "requests_total": info.requests_total,
+                "emitted_tokens_total": info.emitted_tokens_total,
+                "acceptance_length": info.speculation.acceptance_length,
+            }
+            for endpoint, info in self.infos.items()
+        ]
 
 
 async def _server_info(handle: RoleHandle) -> generation_pb2.ServerInfo | None:

@@ -96,8 +96,6 @@ class Crew:
     """Starts and ends a deployment's actors; knows nothing of when that is called for.
 
     Args:
-        config: of the deployment.
-        roles: what the actors run.
         home: id of the node that the deployment was started on.
         controller: Ray's handle of the actor that this runs in; workers ask it for the coordinators' addresses.
     """
@@ -110,6 +108,7 @@ class Crew:
         # A controller whose machine has died starts on another; what `recover` is given has the address.
         self._home_address = next((node.address for node in placement.living_nodes() if node.node_id == home), "")
         self._gpus: dict[Role, float] = dict(zip((Role.TARGET, Role.DRAFT), placement.worker_gpus(config), strict=True))
+        self._resources = {Role.TARGET: config.target_resources, Role.DRAFT: config.draft_resources}
         # Small servers in place of the roles import nothing that would be worth it.
         self._forks = config.forks_workers and roles.target is Roles.target
         self.events = Events()
@@ -164,7 +163,6 @@ class Crew:
         """Starts one more of a role; it serves some time later.
 
         Args:
-            role: of the actor.
             model: the checkpoint folder of a worker; default the configured one.
 
         Raises:
@@ -181,9 +179,7 @@ class Crew:
     def has_room(self, role: Role) -> bool:
         """Whether the cluster has what one more of a role takes, over all its machines."""
         free = ray.available_resources()
-        resources = self._config.target_resources if role is Role.TARGET else self._config.draft_resources
-        needed = placement.bundle(self._gpus[role], resources)
-        return all(free.get(name, 0.0) >= amount for name, amount in needed.items())
+        return all(free.get(name, 0.0) >= amount for name, amount in self._bundle(role).items())
 
     async def move(self, handle: RoleHandle) -> None:
         """Starts an actor anew, by the same name, on a machine that answers; to be tried again where that fails.
@@ -195,17 +191,14 @@ class Crew:
             return
         self._moving.add(handle.name)
         try:
-            await self._move(handle)
+            if not handle.is_homeless:
+                ray.kill(handle.actor, no_restart=True)
+            handle.report, handle.node_id, handle.is_homeless = None, None, True
+            await self._free_place(handle)
+            await self._start(handle)
+            handle.is_homeless = False
         finally:
             self._moving.discard(handle.name)
-
-    async def _move(self, handle: RoleHandle) -> None:
-        if not handle.is_homeless:
-            ray.kill(handle.actor, no_restart=True)
-        handle.report, handle.node_id, handle.is_homeless = None, None, True
-        await self._free_place(handle)
-        await self._start(handle)
-        handle.is_homeless = False
 
     def is_gone(self, handle: RoleHandle) -> bool:
         """Whether Ray will not start an actor anew: it was killed from outside, or had lost its place."""
@@ -268,6 +261,10 @@ class Crew:
     def _full(self, name: str) -> str:
         return f"{self._config.name}/{name}"
 
+    def _bundle(self, role: Role) -> dict[str, float]:
+        """What one worker of a role takes."""
+        return placement.bundle(self._gpus[role], self._resources[role])
+
     def _nodes(self) -> list[Node]:
         """The nodes that may be used: loopback reaches no other machine."""
         nodes = [node for node in placement.living_nodes() if node.node_id not in self.silent_nodes]
@@ -298,7 +295,12 @@ class Crew:
         node = min(fitting, key=lambda node: (taken.count(node.node_id), node.node_id != self._home_id, node.node_id))
         host = LOOPBACK if config.bind is Bind.LOOPBACK else node.address
         if config.shared_port is not None and host == LOOPBACK and not others:
-            _check_shared_port(host, config.shared_port)
+            # Another deployment of the same user could share it in silence.
+            address = f"{host}:{config.shared_port}"
+            try:
+                check_free(address)
+            except OSError as error:
+                raise WorkerUnavailable(f"shared_port: {address} is taken: choose another one") from error
         # With TLS workers come in by a door of their own, one port further.
         doors = 1 if config.certs is None else 2
         known = int(handle.endpoint.rpartition(":")[2]) if handle.endpoint else config.port
@@ -321,8 +323,7 @@ class Crew:
 
     async def _start_worker(self, handle: RoleHandle) -> None:
         config, role, gpus = self._config, handle.role, self._gpus[handle.role]
-        resources = config.target_resources if role is Role.TARGET else config.draft_resources
-        needs = placement.actor_needs(gpus, resources)
+        needs = placement.actor_needs(gpus, self._resources[role])
         if (place := self._take_place(handle)) is not None:
             needs["scheduling_strategy"] = place
         else:
@@ -355,9 +356,7 @@ class Crew:
 
         Ray fills one node before the next: with it, all targets would go.
         """
-        role = handle.role
-        resources = self._config.target_resources if role is Role.TARGET else self._config.draft_resources
-        needed = placement.bundle(self._gpus[role], resources)
+        role, needed = handle.role, self._bundle(handle.role)
         others = [
             own.node_id or own.placed_on for own in self._handles.values() if own.role is role and own is not handle
         ]
@@ -374,9 +373,7 @@ class Crew:
         """A place kept for this worker: a target makes its own, a draft takes one beside a target."""
         config = self._config
         if handle.role is Role.TARGET and (self._gpus[Role.TARGET] > 1 or config.drafts_beside_target):
-            target = placement.bundle(self._gpus[Role.TARGET], config.target_resources)
-            draft = placement.bundle(self._gpus[Role.DRAFT], config.draft_resources)
-            needs = [target] + [draft] * config.drafts_beside_target
+            needs = [self._bundle(Role.TARGET)] + [self._bundle(Role.DRAFT)] * config.drafts_beside_target
             # Where there is room on another machine they all stay: this is a wish, and Ray decides.
             self._places[handle.name] = placement.keep_places(
                 needs, name=self._full(handle.name), nodes=self._nodes(), rather_on=self._quietest(handle)
@@ -458,11 +455,3 @@ def _http_port(config: DeployConfig, *, port: int, number: int) -> int:
         return 0
     offset = port - config.port if config.port else number
     return config.first_http_port + offset
-
-
-def _check_shared_port(host: str, port: int) -> None:
-    """Another deployment of the same user could share it in silence."""
-    try:
-        check_free(f"{host}:{port}")
-    except OSError as error:
-        raise WorkerUnavailable(f"shared_port: {host}:{port} is taken: choose another one") from error

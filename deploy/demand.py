@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge
@@ -57,36 +58,26 @@ class AutoscalerMetrics:
 
 
 class Demand:
-    """Decides, where the configuration lets demand decide.
-
-    Attributes:
-        latest: the latest decision as plain values; None before the first.
-        decisions: the latest ones that changed something.
-    """
+    """Decides, where the configuration lets demand decide."""
 
     def __init__(self, config: DeployConfig) -> None:
         self._config = config
-        self.latest: dict[str, Any] | None = None
-        self.decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)
+        self.latest: dict[str, Any] | None = None  # the latest decision as plain values; None before the first
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)  # the latest ones that changed something
         self._scaler = self._metrics = None
         if config.max_drafts is not None:
-            self._scaler, self._metrics = Autoscaler(config.autoscaler()), AutoscalerMetrics(config.name)
+            self._scaler, self._metrics = Autoscaler(config), AutoscalerMetrics(config.name)
 
     def drafts(self, infos: Iterable[generation_pb2.ServerInfo], *, now: int) -> int:
-        """How many drafts there should be.
-
-        Args:
-            infos: what the coordinators say.
-            now: how many there are to be so far.
-        """
+        """How many drafts there should be, by what the coordinators say; `now`, how many there are to be so far."""
         if self._scaler is None or self._metrics is None:
             return now
         decision = self._scaler.decide(list(infos), drafts=now, now_s=time.monotonic())
         self._metrics.note(decision)
-        self.latest = decision.as_dict()
+        self.latest = asdict(decision)
         if decision.drafts != now:
             logger.warning("%d drafts instead of %d: %s", decision.drafts, now, decision.reason)
-            self.decisions.append({"at_s": time.time(), "before": now, **decision.as_dict()})
+            self.decisions.append({"at_s": time.time(), "before": now, **self.latest})
         return decision.drafts
 
     def status(self) -> dict[str, Any]:

@@ -27,43 +27,26 @@ _MEANWHILE = {
 
 @dataclass(kw_only=True)
 class RoleHandle:
-    """One actor as the deployment sees it.
+    """One actor as the deployment sees it."""
 
-    Attributes:
-        name: as status shows it, `draft-3`; never given to another one.
-        role: what it is for.
-        actor: Ray's handle.
-        endpoint: host:port where a coordinator serves clients, which it keeps; None of a worker.
-        worker_endpoint: host:port where it takes workers in: another one with TLS, which asks who they are.
-        http_endpoint: host:port of its HTTP door, which it keeps.
-        placed_on: node id that a coordinator is bound to, and a worker was meant for.
-        model: checkpoint folder of a worker where it is not the configured one.
-        report: its latest one; None before the first, and while it is being restarted.
-        node_id: of the latest report, kept while there is none.
-        pid: likewise.
-        failure: why it was last started anew, if its server has not served since.
-        restarts: how often its process was started anew, by Ray or by the deployment.
-        is_homeless: it has no actor: that has gone for good, and no machine has had what a new one needs yet.
-        is_draining: it finishes what it does, and is not to come back.
-        lost_s: when it was lost, by `time.monotonic`; None while it serves, and before it first does.
-        tell: hears what happens to it.
-    """
-
-    name: str
+    name: str  # as status shows it, `draft-3`; never given to another one
     role: Role
     actor: Any = None
-    endpoint: str | None = None
+    endpoint: str | None = None  # host:port where a coordinator serves clients, which it keeps; None of a worker
+    # Host:port where it takes workers in: another one with TLS, which asks who they are.
     worker_endpoint: str | None = None
-    http_endpoint: str | None = None
-    placed_on: str | None = None
-    model: Path | None = None
-    report: RoleReport | None = None
-    node_id: str | None = None
-    pid: int | None = None
-    failure: str | None = None
-    restarts: int = 0
+    http_endpoint: str | None = None  # host:port of its HTTP door, which it keeps
+    placed_on: str | None = None  # node id that a coordinator is bound to, and a worker was meant for
+    model: Path | None = None  # checkpoint folder of a worker where it is not the configured one
+    report: RoleReport | None = None  # its latest one; None before the first, and while it is being restarted
+    node_id: str | None = None  # of the latest report, kept while there is none
+    pid: int | None = None  # of the latest report too
+    failure: str | None = None  # why it was last started anew, if its server has not served since
+    restarts: int = 0  # how often its process was started anew, by Ray or by the deployment
+    # It has no actor: that has gone for good, and no machine has had what a new one needs yet.
     is_homeless: bool = False
-    is_draining: bool = False
+    is_draining: bool = False  # it finishes what it does, and is not to come back
+    # When it was lost, by `time.monotonic`; None while it serves, and before it first does.
     lost_s: float | None = None
     tell: Callable[[str], None] = lambda text: None
 

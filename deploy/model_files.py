@@ -20,19 +20,12 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """Where a model is.
-
-    Attributes:
-        given: as the user named it.
-        name: that clients know it by.
-        folder: of its checkpoint, which may lack the weights; None while a .gguf file is not converted.
-        missing: what has to be done before it can be served; empty where nothing has.
-    """
+    """Where a model is."""
 
     given: str
-    name: str
-    folder: Path | None
-    missing: str = ""
+    name: str  # that clients know it by
+    folder: Path | None  # of its checkpoint, which may lack the weights; None while a .gguf file is not converted
+    missing: str = ""  # what has to be done before it can be served; empty where nothing has
 
 
 def find_model(given: str) -> ModelFiles:

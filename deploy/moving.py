@@ -26,24 +26,14 @@ REFUSED_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Outcome of a look at the machines.
+    """Outcome of a look at the machines."""
 
-    Attributes:
-        known: address by id of the nodes that Ray takes for alive.
-        silent: of those, the ids of the ones that have not answered for too long.
-    """
-
-    known: Mapping[str, str]
-    silent: frozenset[str]
+    known: Mapping[str, str]  # address by id of the nodes that Ray takes for alive
+    silent: frozenset[str]  # of those, the ids of the ones that have not answered for too long
 
 
 class Machines:
-    """Looks at the machines, and remembers since when one has not answered.
-
-    Args:
-        silence_s: how long one may be silent.
-        clock: in seconds.
-    """
+    """Looks at the machines, and remembers since when one has not answered."""
 
     def __init__(self, *, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._silence_s, self._clock = silence_s, clock
@@ -94,17 +84,15 @@ class Mover:
         while True:
             await asyncio.sleep(self._config.ping_interval_s)
             try:
-                await self._act(await self._machines.look())
+                seen = await self._machines.look()
+                self._crew.silent_nodes = set(seen.silent)
+                self._tell_of_dead(seen)
+                for handle in self._crew:
+                    if self._is_serving() and not handle.is_draining and self._has_to_move(handle, seen):
+                        await self._move(handle)
             except Exception:
                 # A cluster that loses machines may fail in many ways: the next look is in a second.
                 logger.exception("the machines could not be looked at")
-
-    async def _act(self, seen: Seen) -> None:
-        self._crew.silent_nodes = set(seen.silent)
-        self._tell_of_dead(seen)
-        for handle in self._crew:
-            if self._is_serving() and not handle.is_draining and self._has_to_move(handle, seen):
-                await self._move(handle)
 
     def _tell_of_dead(self, seen: Seen) -> None:
         self._addresses |= seen.known

@@ -21,18 +21,11 @@ _EMPTY_PLACE_CPUS = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine of the cluster (Ray's node).
-
-    Attributes:
-        node_id: Ray's.
-        address: of the machine.
-        port: of Ray's own process there.
-        resources: all that it has.
-    """
+    """A machine of the cluster (Ray's node)."""
 
     node_id: str
     address: str
-    port: int
+    port: int  # of Ray's own process there
     resources: Mapping[str, float]
 
     def has(self, needed: Mapping[str, float]) -> bool:
@@ -97,15 +90,10 @@ def worker_gpus(config: DeployConfig) -> tuple[float, float]:
 
 @dataclass(kw_only=True)
 class KeptPlaces:
-    """Places of one machine that are kept together over restarts: a target's, then those of drafts beside it.
-
-    Attributes:
-        group: Ray's placement group.
-        takers: [places] names of the workers that have them.
-    """
+    """Places of one machine that are kept together over restarts: a target's, then those of drafts beside it."""
 
     group: PlacementGroup
-    takers: list[str | None] = field(default_factory=list)
+    takers: list[str | None] = field(default_factory=list)  # [places] names of the workers that have them
 
 
 def keep_places(

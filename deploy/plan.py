@@ -17,6 +17,7 @@ from outrider.deploy.model_files import ModelFiles, complete, find_model
 from outrider.deploy.resources import asked_target_gpus, most_drafts, worker_gpus
 from outrider.errors import CheckpointError, OutriderError
 from outrider.models import embedded_draft_path, embedded_target_path
+from outrider.roles.awake import usable_cores
 from outrider.roles.ports import check_free
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -87,24 +88,15 @@ def _read(library: ctypes.CDLL, index: int) -> Gpu | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Attributes:
-    given: configuration of the deployment.
-    config: the same with what was worked out filled in.
-    lines: what it comes to, each with the options that change it.
-    missing: models that have to be completed before, by field.
-    """
+    """A deployment as it will be started."""
 
-    given: DeployConfig
-    config: DeployConfig
-    lines: tuple[str, ...]
-    missing: tuple[ModelFiles, ...]
+    given: DeployConfig  # configuration of the deployment
+    config: DeployConfig  # the same with what was worked out filled in
+    lines: tuple[str, ...]  # what it comes to, each with the options that change it
+    missing: tuple[ModelFiles, ...]  # models that have to be completed before, by field
 
     def completed(self) -> "Plan":
-        """Load or convert what is missing, and plan with that.
-
-        Raises:
-            OutriderError, ValueError: as `make_plan` and `complete` do.
-        """
+        """Load or convert what is missing, and plan with that; raises as `make_plan` and `complete` do."""
         for model in self.missing:
             complete(model)
         return make_plan(self.given)
@@ -335,8 +327,6 @@ def _place_drafter(config: DeployConfig, draft: ModelFiles | None, gpus: int | N
     """Fill in where the draft model runs.
 
     Args:
-        config: of the deployment.
-        draft: its draft model.
         gpus: of this machine; None where they are a cluster's.
 
     Returns:
@@ -454,7 +444,7 @@ def _devices(config: DeployConfig, gpus: list[Gpu], shares: tuple[float, float] 
     if shares is None:
         return "what the Ray cluster has"
     if not any(shares):
-        return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+        return f"CPU, {usable_cores()} cores"
     names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     drafts = f", {shares[1]:g} for each draft" if most_drafts(config) and shares[1] else ""
     return f"{len(gpus)} x {names}: {shares[0]:g} for each target{drafts}"

@@ -17,11 +17,6 @@ def prefer_token(address: str) -> None:
     Args:
         address: of the Ray cluster that is going to be joined; "local" starts one.
     """
-    if "ray" not in sys.modules and (address == "local" or _has_token()):
+    given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if "ray" not in sys.modules and (address == "local" or given or (Path.home() / _TOKEN_FILE).exists()):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-
-def _has_token() -> bool:
-    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return True
-    return (Path.home() / _TOKEN_FILE).exists()

@@ -7,7 +7,6 @@ has to answer, and the deployment itself needs none of it.
 import asyncio
 import dataclasses
 import importlib
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.deploy.config import NGRAM_FIELDS, DeployConfig
 from outrider.deploy.resources import target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.roles.awake import usable_cores
 from outrider.roles.start_progress import report_stage
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -31,23 +31,19 @@ _IMPORTING = "importing PyTorch"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetting:
-    """What one worker is given beside the deployment's configuration.
+    """What one worker is given beside the deployment's configuration."""
 
-    Attributes:
-        name: that it keeps over restarts.
-        coordinators: host:port of each as it starts.
-        resolve: gives the list as it is later.
-        device: "cpu" or "cuda".
-        model: checkpoint folder; default the configured one.
-        model_now: gives what is to be loaded instead of both, where that has changed since this was made.
-    """
-
-    name: str
-    coordinators: tuple[str, ...]
-    resolve: Callable[[], Awaitable[Sequence[str]]] | None = None
-    device: str = "cpu"
-    model: Path | None = None
+    name: str  # that it keeps over restarts
+    coordinators: tuple[str, ...]  # host:port of each as it starts
+    resolve: Callable[[], Awaitable[Sequence[str]]] | None = None  # gives the list as it is later
+    device: str = "cpu"  # "cpu" or "cuda"
+    model: Path | None = None  # checkpoint folder; default the configured one
+    # Gives what is to be loaded instead of both, where that has changed since this was made.
     model_now: Callable[[], Awaitable[str | None]] | None = None
+
+
+async def _server(folder: str) -> Any:
+    return await asyncio.to_thread(importlib.import_module, f"outrider.{folder}.server")
 
 
 async def serve_coordinator(config: DeployConfig, *, host: str, port: int, worker_port: int, **more: Any) -> None:
@@ -55,9 +51,7 @@ async def serve_coordinator(config: DeployConfig, *, host: str, port: int, worke
 
     `more` is what its server takes beside its own configuration: `peers`, `ready`, `stop`, `tell`.
     """
-    await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
-    from outrider.coordinator import server
-
+    server = await _server("coordinator")
     own = coordinator_config(config, host=host, port=port, worker_port=worker_port)
     await server.serve(own, **more)
 
@@ -93,9 +87,7 @@ def coordinator_config(config: DeployConfig, *, host: str, port: int, worker_por
 async def serve_target(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
     """Serve a target worker of `config`, registered with every coordinator; `more` is `ready` and `stop`."""
     report_stage(_IMPORTING)
-    await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
-    from outrider.target_worker import server
-
+    server = await _server("target_worker")
     if setting.model_now is not None and (changed := await setting.model_now()) is not None:
         # This actor may be an old one's successor, which was given what the deployment began with.
         setting = dataclasses.replace(setting, model=Path(changed))
@@ -106,9 +98,7 @@ async def serve_target(config: DeployConfig, setting: WorkerSetting, *, host: st
 async def serve_draft(config: DeployConfig, setting: WorkerSetting, *, host: str, **more: Any) -> None:
     """Serve a draft worker of `config`, likewise."""
     report_stage(_IMPORTING)
-    await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
-    from outrider.draft_worker import server
-
+    server = await _server("draft_worker")
     own = draft_config(config, setting, host=host)
     await server.serve(own, resolve=setting.resolve, **more)
 
@@ -124,7 +114,7 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
         port=config.target_port,
         coordinators=setting.coordinators,
         device=setting.device,
-        threads=target_threads(config, _cores()),
+        threads=target_threads(config, usable_cores()),
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         max_step_tokens=max(TargetWorkerConfig.max_step_tokens, config.max_num_seqs),
@@ -184,10 +174,6 @@ def _metrics_port(config: DeployConfig, setting: WorkerSetting, *, first: int) -
     if config.metrics_port is None:
         return None
     return config.metrics_port + first + int(setting.name.rpartition("-")[2]) % _DRAFTS_METRICS
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)

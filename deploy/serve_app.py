@@ -22,11 +22,7 @@ HEALTH_CHECK_TIMEOUT_S = 30.0
 
 
 class Keeper:
-    """What the application's one replica runs.
-
-    Attributes:
-        deployment: detached, so that it outlives the replica.
-    """
+    """What the application's one replica runs."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -37,11 +33,7 @@ class Keeper:
         logger.info("the deployment serves at %s", endpoints)
 
     async def check_health(self) -> None:
-        """Called by Serve.
-
-        Raises:
-            WorkerUnavailable: the deployment is not there, does not answer or does not serve.
-        """
+        """Called by Serve; raises WorkerUnavailable where the deployment is not there, or does not serve."""
         state = (await self.status()).get("state")
         if state != "serving":
             raise WorkerUnavailable(f"the deployment is {state}")

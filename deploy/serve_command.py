@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ctypes
 import importlib
-import inspect
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.command_options import config_command
+from outrider.command_options import config_command, keyword
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.config_file import as_in_file, read_fields
 from outrider.deploy.plan import make_plan
@@ -35,19 +34,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 
 _OPTIONS = [
-    inspect.Parameter(
+    keyword(
         "detach",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[
+        False,
+        Annotated[
             bool, typer.Option("--detach", help="Leave the service running on the cluster; `outrider down` ends it.")
         ],
     ),
-    inspect.Parameter(
-        "dry_run",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan and end.")],
+    keyword(
+        "dry_run", False, Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan and end.")]
     ),
 ]
 
@@ -72,17 +67,13 @@ def _serve(config: DeployConfig, *, detach: bool, dry_run: bool) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     prefer_token(config.address)
-    _adopt_descendants()
+    if sys.platform == "linux":
+        # Become the parent of descendants whose own parent ends, so that `_end_descendants` finds them.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _run(lambda told: _bring_up(plan.config, told, detach=detach, began=began))
 
 
-serve = config_command(
-    DeployConfig,
-    _serve,
-    more=_OPTIONS,
-    read_file=read_fields,
-    as_in_file=as_in_file,
-)
+serve = config_command(DeployConfig, _serve, more=_OPTIONS, read_file=read_fields, as_in_file=as_in_file)
 
 
 def _say(line: str) -> None:
@@ -116,11 +107,7 @@ async def _bring_up(config: DeployConfig, told: list[int], *, detach: bool, bega
 
 
 def _run(main: Callable[[list[int]], Coroutine[Any, Any, None]]) -> None:
-    """Run `main` until it is done or SIGTERM cancels it.
-
-    Raises:
-        typer.Abort: Ctrl-C has cancelled it.
-    """
+    """Run `main` until it is done or SIGTERM cancels it; typer.Abort where Ctrl-C has."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     told: list[int] = []
     with contextlib.suppress(asyncio.CancelledError):
@@ -152,32 +139,18 @@ def _end_at_once() -> None:
     os._exit(INTERRUPTED)
 
 
-def _adopt_descendants() -> None:
-    """Become the parent of descendants whose own parent ends, so that `_end_descendants` finds them (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _children() -> dict[int, list[int]]:
-    """Process ids by parent."""
-    found: dict[int, list[int]] = {}
+def _kill_descendants() -> None:
+    """Kill them all, as far as the system tells of them (Linux); elsewhere Ray's own watch over its parent does."""
+    children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         # One that has ended meanwhile is gone.
         with contextlib.suppress(OSError):
             rest = (folder / "stat").read_text().rpartition(")")[2]
-            found.setdefault(int(rest.split()[1]), []).append(int(folder.name))
-    return found
-
-
-def _kill_descendants() -> None:
-    """Kill them all, as far as the system tells of them (Linux); elsewhere Ray's own watch over its parent does."""
-    children = _children()
-    found, left = [], [os.getpid()]
+            children.setdefault(int(rest.split()[1]), []).append(int(folder.name))
+    left = children.get(os.getpid(), [])
     while left:
-        own = children.get(left.pop(), [])
-        found += own
-        left += own
-    for pid in found:
+        pid = left.pop()
+        left += children.get(pid, [])
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 

@@ -29,21 +29,14 @@ class Staff:
     """Changes a deployment's roles; who calls sees to it that one change follows the other.
 
     Args:
-        config: of the deployment.
-        crew: its actors.
-        view: its coordinators' answers.
         save: called when something has changed that a successor has to know.
-
-    Attributes:
-        wanted: how many there are to be.
-        draft_model: checkpoint folder of drafts that are added; None for the configured one.
-        target_model: checkpoint folder of all targets since a reload; None for the configured one.
     """
 
     def __init__(self, config: DeployConfig, crew: Crew, view: CoordinatorView, save: Callable[[], None]) -> None:
         self._config, self._crew, self._view, self._save = config, crew, view, save
         self.wanted = {role: getattr(config, field) for role, field in FIELDS.items()}
-        self.draft_model: Path | None = None
+        self.draft_model: Path | None = None  # checkpoint folder of drafts that are added; None for the configured one
+        # Checkpoint folder of all targets since a reload; None for the configured one.
         self.target_model: Path | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
 
@@ -80,11 +73,7 @@ class Staff:
         self._watches[handle.name] = asyncio.create_task(watch(handle, self._config))
 
     async def resize(self, role: Role, count: int) -> None:
-        """So many of a role from now on.
-
-        Raises:
-            WorkerUnavailable: no node has what one more needs; as many as before are wanted then.
-        """
+        """Have so many of a role; WorkerUnavailable, and as many as before, where no node has what one more needs."""
         before, self.wanted[role] = self.wanted[role], count
         present = self._crew.of(role)
         try:
@@ -93,10 +82,9 @@ class Staff:
         except WorkerUnavailable:
             self.wanted[role] = before
             raise
-        served = self._view.served()
         # Those with the least to do go first, of these the youngest.
         present.reverse()
-        idle_first = sorted(present, key=served.sessions)
+        idle_first = sorted(present, key=self._view.sessions)
         await asyncio.gather(*(self.end(handle) for handle in idle_first[: max(0, len(present) - count)]))
         self._save()
 
@@ -155,17 +143,13 @@ class Staff:
 
     async def _serving(self, handle: RoleHandle) -> None:
         await self.listening(handle)
-        while worker_status(handle, self._view.served())["state"] != "serving":
+        while worker_status(handle, self._view)["state"] != "serving":
             await asyncio.sleep(POLL_INTERVAL_S)
             # One that listened may still be refused by a coordinator, and then says why.
             await asyncio.gather(self.refresh(handle), self._view.ask())
 
     async def refresh(self, handle: RoleHandle) -> None:
-        """Asks an actor how it is.
-
-        Raises:
-            WorkerUnavailable: it failed, with its reason.
-        """
+        """Ask an actor how it is; WorkerUnavailable where it failed, with its reason."""
         full = f"{self._config.name}/{handle.name}"
         try:
             handle.note(await handle.actor.report.remote())
@@ -177,11 +161,7 @@ class Staff:
 
 
 def role_named(name: str) -> Role:
-    """The role that an operator means.
-
-    Raises:
-        ValueError: there is none of this name in a deployment.
-    """
+    """Return the role that an operator means; ValueError where a deployment has none of this name."""
     try:
         role = Role(name)
     except ValueError:

@@ -2,88 +2,19 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
 
+from outrider.deploy.coordinator_view import CoordinatorView
 from outrider.deploy.health import RoleHandle
 from outrider.security.roles import Role
-from outrider.v1 import generation_pb2
 
 SHOWN_DECISIONS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """How bringing a deployment up has ended.
-
-    Attributes:
-        endpoints: host:port of the coordinators.
-        shared_endpoints: host:port at which all coordinators of a machine listen together, one a machine.
-        http_endpoints: host:port of their HTTP doors.
-        failure: why it did not come up; None where it did.
-    """
-
-    endpoints: list[str]
-    shared_endpoints: list[str]
-    http_endpoints: list[str]
-    failure: str | None
-
-
-class ServedBy:
-    """What the coordinators say of the workers.
-
-    Args:
-        infos: endpoint -> what its coordinator says; those that did not answer are missing.
-        endpoints: of all coordinators.
-    """
-
-    def __init__(self, infos: Mapping[str, generation_pb2.ServerInfo], endpoints: Sequence[str]) -> None:
-        self._infos = infos
-        self._endpoints = endpoints
-        self._found = [{own.introduction.address: own for own in info.workers} for info in infos.values()]
-
-    def answers(self, endpoint: str | None) -> bool:
-        """Whether a coordinator answered."""
-        return endpoint in self._infos
-
-    def of(self, address: str | None) -> list[generation_pb2.WorkerStatus]:
-        """One entry a coordinator that knows the worker of this address."""
-        return [found[address] for found in self._found if address in found]
-
-    def is_everywhere(self, address: str | None) -> bool:
-        """Whether every coordinator uses the worker of this address."""
-        serving = [status for status in self.of(address) if status.state == "serving"]
-        return bool(self._endpoints) and len(serving) == len(self._endpoints)
-
-    def sessions(self, handle: RoleHandle) -> int:
-        """Sessions that run at a worker, or of a coordinator."""
-        if handle.role is Role.COORDINATOR:
-            info = self._infos.get(handle.endpoint or "")
-            return info.running_sessions if info is not None else 0
-        address = handle.report and handle.report.address
-        return max((status.load.sessions for status in self.of(address)), default=0)
-
-    def totals(self) -> list[dict[str, Any]]:
-        """Of each coordinator that answered, what it has done."""
-        return [
-            {
-                "endpoint": endpoint,
-                "version": info.version,
-                "uptime_s": info.uptime_s,
-                "running_sessions": info.running_sessions,
-                "waiting_requests": info.waiting_requests,
-                "requests_total": info.requests_total,
-                "emitted_tokens_total": info.emitted_tokens_total,
-                "acceptance_length": info.speculation.acceptance_length,
-            }
-            for endpoint, info in self._infos.items()
-        ]
-
-
-def worker_status(handle: RoleHandle, served: ServedBy) -> dict[str, Any]:
+def worker_status(handle: RoleHandle, view: CoordinatorView) -> dict[str, Any]:
     """One actor of a deployment, as `outrider status --json` has it; the keys stay.
 
     States: starting (loading, or being started anew), connecting (it listens, not every coordinator uses it yet),
@@ -91,7 +22,7 @@ def worker_status(handle: RoleHandle, served: ServedBy) -> dict[str, Any]:
     """
     report = handle.report
     address = None if report is None else report.address
-    known = served.of(address)
+    known = view.of(address)
     return {
         "name": handle.name,
         "role": str(handle.role),
@@ -99,27 +30,27 @@ def worker_status(handle: RoleHandle, served: ServedBy) -> dict[str, Any]:
         "node_id": handle.node_id,
         "pid": None if report is None else report.pid,
         "address": address,
-        "state": _state(handle, served),
+        "state": _state(handle, view),
         "reason": handle.failure,
         "model": known[0].introduction.model.name if known else None,
         "weights": (known[0].introduction.model.weights.version or None) if known else None,
-        "sessions": served.sessions(handle),
+        "sessions": view.sessions(handle),
         "busy": max((status.load.busy for status in known), default=0.0),
         "restarts": handle.restarts,
     }
 
 
-def _state(handle: RoleHandle, served: ServedBy) -> str:
+def _state(handle: RoleHandle, view: CoordinatorView) -> str:
     if handle.is_draining:
         return "draining"
     if handle.report is None or handle.report.address is None:
         return "starting"
     if handle.role is Role.COORDINATOR:
-        return "serving" if served.answers(handle.endpoint) else "connecting"
+        return "serving" if view.answers(handle.endpoint) else "connecting"
     address = handle.report.address
-    if served.is_everywhere(address):
+    if view.is_everywhere(address):
         return "serving"
-    others = [status.state for status in served.of(address) if status.state != "serving"]
+    others = [status.state for status in view.of(address) if status.state != "serving"]
     return others[0] if others else "connecting"
 
 

@@ -15,12 +15,7 @@ _SLACK_S = 0.5
 
 
 class Steadiness:
-    """What was advised lately.
-
-    Args:
-        up_s: see above.
-        down_s: likewise.
-    """
+    """What was advised lately."""
 
     def __init__(self, *, up_s: float, down_s: float) -> None:
         self._up_s, self._down_s = up_s, down_s
@@ -33,12 +28,7 @@ class Steadiness:
         self._advised.clear()
 
     def count(self, advised: int, now: int, now_s: float) -> int:
-        """The count to have.
-
-        Args:
-            advised: at this look.
-            now: as it is.
-        """
+        """The count to have."""
         held = self._advised
         held.append((now_s, advised))
         while now_s - held[0][0] > self._wait_s + _SLACK_S:

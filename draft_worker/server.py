@@ -25,7 +25,6 @@ class DraftWorker(Worker[GrowthLoop]):
     """Grows trees; see `Worker`.
 
     Args:
-        config: of the process.
         loader: makes the drafters, on the thread that grows.
     """
 

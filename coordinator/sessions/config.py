@@ -7,9 +7,8 @@ from pathlib import Path
 
 from outrider.addresses import check_address
 from outrider.config_checks import check_at_least_one, check_between, check_not_negative, check_positive
-from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
-from outrider.security.binding import check_bind
+from outrider.security.binding import check_bind, check_metrics_options
 from outrider.security.tls import TlsConfig
 from outrider.wire import MOST_NODES
 

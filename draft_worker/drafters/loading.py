@@ -22,17 +22,11 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedDrafters:
-    """A worker's drafters, ready to grow.
-
-    Attributes:
-        drafters: all of them.
-        model: how the worker introduces itself.
-        corpus: fills the n-gram trie in the background; None without files.
-    """
+    """A worker's drafters, ready to grow."""
 
     drafters: Drafters
-    model: common_pb2.ModelInfo
-    corpus: "CorpusLoader | None" = None
+    model: common_pb2.ModelInfo  # how the worker introduces itself
+    corpus: "CorpusLoader | None" = None  # fills the n-gram trie in the background; None without files
 
     def close(self) -> None:
         """End the threads that grow nothing."""
@@ -121,10 +115,11 @@ def _load_ngram(config: DraftWorkerConfig, model: common_pb2.ModelInfo) -> "tupl
     drafter.warm_up()
     if corpus is not None:
         corpus.start(trie)
-    settings = drafter.NgramDrafterConfig(
+    grower = drafter.NgramDrafter(
+        trie,
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         max_sessions=config.max_num_seqs,
         max_live_nodes=config.max_live_nodes,
     )
-    return drafter.NgramDrafter(trie, settings), corpus
+    return grower, corpus

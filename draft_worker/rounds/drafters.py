@@ -105,7 +105,7 @@ class Drafters:
                 raise Superseded(f"epoch {start.epoch} given, epoch {held.start.epoch} is open")
             self.close(start.key, start.epoch)
         first, tokens = self._drafters[0], [*start.prompt, *start.output]
-        check_start(start, vocab_size=first.vocab_size, max_model_len=first.config.max_model_len)
+        check_start(start, vocab_size=first.vocab_size, max_model_len=first.max_model_len)
         drafters = [drafter for drafter in self._drafters if drafter.source in start.sources]
         try:
             for drafter in reversed(drafters):

@@ -21,11 +21,7 @@ _DNS_PAUSE_S = 5.0
 
 
 def check_address(entry: str) -> None:
-    """Whether an entry of a list can be meant.
-
-    Raises:
-        ValueError: it cannot, with what would do.
-    """
+    """Raise ValueError where an entry of a list cannot be meant, with what would do."""
     kind, _, rest = entry.partition(":")
     if kind == "file":
         if not rest:
@@ -37,11 +33,7 @@ def check_address(entry: str) -> None:
 
 
 def check_coordinators(entries: Sequence[str]) -> None:
-    """Whether the entries of a worker's option `coordinators` can be meant.
-
-    Raises:
-        ValueError: one cannot, with what would do.
-    """
+    """Raise ValueError where an entry of a worker's option `coordinators` cannot be meant, with what would do."""
     for entry in entries:
         try:
             check_address(entry)
@@ -84,15 +76,11 @@ def _source(entry: str) -> Resolve:
         return _FileList(Path(rest))
     if kind == "dns":
         return _Name(rest)
-    return _Fixed(entry)
 
+    async def fixed() -> Sequence[str]:
+        return [entry]
 
-class _Fixed:
-    def __init__(self, address: str) -> None:
-        self._addresses = [address]
-
-    async def __call__(self) -> Sequence[str]:
-        return self._addresses
+    return fixed
 
 
 class _FileList:

@@ -25,11 +25,7 @@ _FOREIGN_PARTS = {
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None if there is no such file.
-
-    Raises:
-        CheckpointError: it is not JSON, or no object.
-    """
+    """Return the object in a file, None if there is no such file; CheckpointError where it is no JSON object."""
     if not path.is_file():
         return None
     try:
@@ -62,11 +58,7 @@ def _tensor_names(folder: Path) -> Iterable[str]:
 
 
 def read_safetensors_header(file: Path) -> dict[str, Any]:
-    """Return the entries of a file's tensors, by name.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Return the entries of a file's tensors, by name; CheckpointError where it is damaged."""
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
@@ -97,11 +89,7 @@ def read_served_config(folder: Path) -> dict[str, Any]:
 
 
 def check_family(document: Mapping[str, Any], place: object) -> None:
-    """Check that the model type of a config.json is served.
-
-    Raises:
-        CheckpointError: it is not, with its name.
-    """
+    """Raise CheckpointError unless the model type of a config.json is served."""
     if document.get("model_type") in SERVED_MODEL_TYPES:
         return
     parts = dict.fromkeys(what for key, what in _FOREIGN_PARTS.items() if document.get(key))

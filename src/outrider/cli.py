@@ -6,7 +6,6 @@ This is the one place besides deploy/ that knows every role; each is imported wh
 import asyncio
 import contextlib
 import importlib
-import inspect
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from outrider import __version__
-from outrider.command_options import OtlpEndpoint
+from outrider.command_options import OtlpEndpoint, config_command, keyword
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
 from outrider.roles.awake import cores_awake
 from outrider.roles.log_output import LogFormat, log_to_stderr
@@ -34,41 +33,27 @@ _STOP_GRACE_S = 15.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 _ROLE_OPTIONS = [
-    inspect.Parameter(
-        "log_level",
-        inspect.Parameter.KEYWORD_ONLY,
-        default="info",
-        annotation=Annotated[LogLevel, typer.Option(help="Least severity that is logged, on stderr.")],
-    ),
-    inspect.Parameter(
+    keyword("log_level", "info", Annotated[LogLevel, typer.Option(help="Least severity that is logged, on stderr.")]),
+    keyword(
         "log_format",
-        inspect.Parameter.KEYWORD_ONLY,
-        default="text",
-        annotation=Annotated[LogFormat, typer.Option(help="Lines for people, or a JSON object a line for programs.")],
+        "text",
+        Annotated[LogFormat, typer.Option(help="Lines for people, or a JSON object a line for programs.")],
     ),
-    inspect.Parameter(
-        "otlp_endpoint",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=OtlpEndpoint,
-    ),
-    inspect.Parameter(
+    keyword("otlp_endpoint", None, OtlpEndpoint),
+    keyword(
         "keep_cores_awake",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=0,
-        annotation=Annotated[
+        0,
+        Annotated[
             int,
             typer.Option(
-                metavar="CORES",
-                help="Run on so many cores once it serves, and never let them sleep: shorter rounds.",
+                metavar="CORES", help="Run on so many cores once it serves, and never let them sleep: shorter rounds."
             ),
         ],
     ),
-    inspect.Parameter(
+    keyword(
         "stop_with_stdin",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, typer.Option(help="Stop when stdin closes: with the process that holds it.")],
+        False,
+        Annotated[bool, typer.Option(help="Stop when stdin closes: with the process that holds it.")],
     ),
 ]
 
@@ -219,8 +204,6 @@ def local_endpoint(drafts: int, coordinator_args: Sequence[str] = ()) -> Iterato
 
 
 def _role(config_type: type, folder: str, what: str) -> Callable[..., None]:
-    from outrider.command_options import config_command
-
     def run_role(
         config: Any,
         *,
@@ -230,12 +213,14 @@ def _role(config_type: type, folder: str, what: str) -> Callable[..., None]:
         keep_cores_awake: int,
         stop_with_stdin: bool,
     ) -> None:
-        role = folder.removesuffix("_worker")
+        role, loop_factory = folder.removesuffix("_worker"), None
+        if sys.platform != "win32":
+            from uvloop import new_event_loop as loop_factory
         log_to_stderr(log_level, log_format, role=role)
         with (
             exporting(role, otlp_endpoint),
             cores_awake(keep_cores_awake) as settle,
-            asyncio.Runner(loop_factory=_loop_factory()) as runner,
+            asyncio.Runner(loop_factory=loop_factory) as runner,
         ):
             runner.run(_serve_until_stopped(folder, config, settle, stop_with_stdin=stop_with_stdin))
 
@@ -271,14 +256,6 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     loop.call_soon_threadsafe(stop.set)
     time.sleep(_STOP_GRACE_S)
     os._exit(FAILED)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ OtlpEndpoint = Annotated[
 ]
 
 
+def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    """An option of a command, annotated for typer."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
 def config_command(
     config_type: type[Config],
     run: Callable[..., None],
@@ -36,7 +41,7 @@ def config_command(
     Args:
         config_type: a dataclass whose every field has a default; it checks its values and raises ValueError.
         run: called as `run(config, **values of more)`; its docstring is the command's help.
-        more: options that are not fields, as keyword-only parameters annotated for typer.
+        more: options that are not fields, of `keyword`.
         read_file: fields that a file sets; the command then takes --config, and options that are given go before it.
         as_in_file: an error of a field that the file has set, in the file's own words.
     """
@@ -54,7 +59,7 @@ def config_command(
         from_file: dict[str, Any] = {}
         try:
             if read_file is not None and ctx is not None and file is not None:
-                from_file = {name: value for name, value in read_file(file).items() if not _is_typed(ctx, name)}
+                from_file = {name: value for name, value in read_file(file).items() if not is_given(ctx, name)}
             config = config_type(**given | from_file)
         except ValueError as error:
             message = str(error)
@@ -70,11 +75,7 @@ def config_command(
 
 
 def attribute_help(config_type: type) -> dict[str, str]:
-    """Each attribute's text in the Attributes section of the class's docstring or a base's, on one line.
-
-    Raises:
-        ValueError: a field is not described.
-    """
+    """Return each attribute's text in the Attributes section of a class or its bases, on one line; all are needed."""
     texts: dict[str, str] = {}
     for described in reversed(config_type.__mro__):
         _, _, section = inspect.cleandoc(described.__doc__ or "").partition("Attributes:\n")
@@ -95,16 +96,14 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, texts: dict[str, str]) 
         spelling = typer.Argument(metavar=f"[{argument}]", help=texts[field.name])
     else:
         spelling = typer.Option(*names, envvar=field.metadata.get("envvar"), help=texts[field.name])
-    annotation = Annotated[_option_type(hint), spelling]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return keyword(field.name, default, Annotated[_option_type(hint), spelling])
 
 
-_CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-_FILE = inspect.Parameter(
+_CONTEXT = keyword("ctx", inspect.Parameter.empty, typer.Context)
+_FILE = keyword(
     "config_file",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
+    None,
+    Annotated[
         typing.Optional[Path],  # noqa: UP045 a type at run time
         typer.Option(
             "--config", exists=True, dir_okay=False, help="What to run, in YAML; options go before what it says."
@@ -113,7 +112,7 @@ _FILE = inspect.Parameter(
 )
 
 
-def _is_typed(ctx: typer.Context, name: str) -> bool:
+def is_given(ctx: typer.Context, name: str) -> bool:
     """Whether an option was given, on the command line or by an environment variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name in {"COMMANDLINE", "ENVIRONMENT"}

@@ -19,6 +19,7 @@ import typer
 
 from outrider import __version__
 from outrider.errors import CheckpointError, OutriderError
+from outrider.roles.awake import usable_cores
 from outrider.roles.ports import check_free
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -118,7 +119,7 @@ def gpus() -> Iterator[Line]:
 
 def machine() -> Iterator[Line]:
     """Cores, memory, open files, and whether a Ray runs that a service would join."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     few = cores < 2
     yield Line(Finding.NOTE if few else Finding.GOOD, "cores", f"{cores}" + (": roles take turns" if few else ""))
     if sys.platform != "win32":

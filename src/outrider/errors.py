@@ -25,6 +25,7 @@
 `rpc.py` maps them to gRPC codes in one place.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,6 @@ class FieldViolation:
     """One wrong field: its path in the request, and what to change.
 
     Attributes:
-        field: the path.
         description: what is wrong, and what to give instead.
         code: for programs, where OpenAI's API has a word for it, as `CONTEXT_LENGTH_EXCEEDED`; empty for none.
     """
@@ -70,13 +70,9 @@ class Overloaded(OutriderError):
         self.retry_after_s = retry_after_s
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[Callable[..., "Overloaded"], tuple[str, float]]:
+    def __reduce__(self) -> tuple[Callable[..., "Overloaded"], tuple[str]]:
         # Pickle would make it anew of its message alone.
-        return _overloaded, (str(self), self.retry_after_s)
-
-
-def _overloaded(message: str, retry_after_s: float) -> Overloaded:
-    return Overloaded(message, retry_after_s=retry_after_s)
+        return functools.partial(type(self), retry_after_s=self.retry_after_s), (str(self),)
 
 
 class WorkerUnavailable(OutriderError):

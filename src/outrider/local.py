@@ -6,16 +6,15 @@
 The children end with the service, and with this process however it ends.
 """
 
-import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
+from outrider.roles.awake import usable_cores
 from outrider.roles.ports import free_port
 from outrider.roles.role_process import Process, RoleProcess, prepare_forks, stop_all
 from outrider.security.roles import Role
@@ -28,15 +27,11 @@ class LocalService:
     """One coordinator, target workers and draft workers as child processes.
 
     Args:
-        drafts: draft workers.
-        targets: target workers.
         target_model: checkpoint folder; default the embedded target.
         draft_model: checkpoint folder; default the embedded draft.
         target_threads: CPU threads of each target; default all cores but one.
         draft_threads: CPU threads of each draft.
         coordinator_args: further options of `outrider coordinator`, as on the command line.
-        target_args: of `outrider target-worker`.
-        draft_args: of `outrider draft-worker`.
         certificates: folder that `outrider certs` has made: everything talks TLS then.
         token_file: of tokens that the coordinator asks for.
         token: a good one, for this object's own look at the workers.
@@ -45,7 +40,6 @@ class LocalService:
     Attributes:
         endpoint: host:port of the coordinator, once started.
         worker_endpoint: its other door, where workers register; empty where there is none.
-        certificates: as given.
     """
 
     def __init__(
@@ -70,8 +64,7 @@ class LocalService:
         self._stopped = False
         self._counts = {"target": targets, "draft": drafts}
         self._models = {"target": target_model, "draft": draft_model}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = {"target": target_threads or max(1, cores - 1), "draft": draft_threads}
+        self._threads = {"target": target_threads or max(1, usable_cores() - 1), "draft": draft_threads}
         self._more = {"coordinator": coordinator_args, "target": target_args, "draft": draft_args}
         self.certificates, self._token_file, self._token = certificates, token_file, token
         self.worker_endpoint = ""
@@ -137,11 +130,7 @@ class LocalService:
         self._roles[name] = RoleProcess(name, f"{role}-worker", arguments, forked=True)
 
     def wait_for_workers(self, *, timeout_s: float = 60.0) -> None:
-        """Waits until every worker process that has not ended is registered and serves.
-
-        Raises:
-            WorkerUnavailable: one ended meanwhile, or it took too long.
-        """
+        """Wait until every worker that runs is registered and serves; WorkerUnavailable where one ends or is late."""
         deadline = time.monotonic() + timeout_s
         roles = [role for role in self._roles.values() if role.is_running]
         addresses = {role.await_ready(deadline) for role in roles if role.name != "coordinator"}
@@ -183,9 +172,7 @@ class LocalService:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

@@ -73,17 +73,16 @@ def _guard_stream(behaviour: Callable[..., Any]) -> Callable[..., AsyncIterator[
 
 
 def _guard_stream_of_requests(behaviour: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    async def readable(requests: AsyncIterator[Message | InvalidRequest]) -> AsyncIterator[Message]:
+        async for request in requests:
+            if isinstance(request, InvalidRequest):
+                raise request
+            yield request
+
     async def answer(requests: AsyncIterator[Message | InvalidRequest], context: Any) -> None:
-        await behaviour(_readable(requests), context)
+        await behaviour(readable(requests), context)
 
     return answer
-
-
-async def _readable(requests: AsyncIterator[Message | InvalidRequest]) -> AsyncIterator[Message]:
-    async for request in requests:
-        if isinstance(request, InvalidRequest):
-            raise request
-        yield request
 
 
 def _guard_unary(behaviour: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:

@@ -102,7 +102,6 @@ def open_channel(
     """A channel to `host:port` with this project's options.
 
     Args:
-        address: host:port.
         tls: own proof and whom to believe; None talks in the clear.
         peer: with TLS, the role that has to answer, whatever its address; None needs the host among its names.
         unread_bytes: what a stream may be sent beyond what was read of it, about; None: megabytes.
@@ -214,7 +213,6 @@ class RoleServer:
 
     Args:
         services: full names ("outrider.v1.TargetService"), for health and reflection.
-        add_services: adds the servicers to the server.
         address: host:port to bind; port 0 takes a free one. With TLS, who dials it needs a certificate, and each
             service takes the roles that it is for.
         public_address: a second one, where nobody needs a certificate; what is for certain roles is refused there.

@@ -3,8 +3,9 @@
 import functools
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 from outrider.v1 import common_pb2
 
@@ -53,22 +54,14 @@ _MODES = {number: mode for mode, number in MODE_NUMBERS.items()} | {
 
 
 def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
-    """The rule of this number.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the rule of this number; ValueError where there is none."""
     if number not in _RULES:
         raise ValueError(f"{number} given, 1 (coupled), 2 (target_only), 3 (rejection) or 4 (synthetic) needed")
     return _RULES[number]
 
 
 def mode_from_proto(number: common_pb2.SpeculationMode) -> SpeculationMode:
-    """The mode of this number.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the mode of this number; ValueError where there is none."""
     if number not in _MODES:
         raise ValueError(f"{number} given, 1 (async), 2 (sync) or 3 (off) needed")
     return _MODES[number]
@@ -202,61 +195,19 @@ class SamplingSpec:
 
     def to_proto(self) -> common_pb2.SamplingState:
         """The message that opens a session at a worker."""
-        state = common_pb2.SamplingState(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=self.allowed_token_ids,
-            seed=self.seed,
-            choice_index=self.choice_index,
-            stop_token_ids=self.stop_token_ids,
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            verification=RULE_NUMBERS[self.verification],
-            threshold_single=self.threshold_single,
-            threshold_acc=self.threshold_acc,
-            synthetic_rates=self.synthetic_rates,
-            grammar=self.grammar,
-            grammar_end_ids=self.grammar_end_ids,
-            forced_token_ids=self.forced_token_ids,
-        )
-        if self.logprobs is not None:
-            state.logprobs = self.logprobs
-        return state
+        values: dict[str, Any] = {own.name: getattr(self, own.name) for own in fields(self)}
+        values["verification"] = RULE_NUMBERS[self.verification]
+        return common_pb2.SamplingState(**values)
 
     @classmethod
     def from_proto(cls, state: common_pb2.SamplingState) -> "SamplingSpec":
-        """The inverse of `to_proto` (floats rounded to float32 on the way).
-
-        Raises:
-            ValueError: a verification rule that this version does not know.
-        """
-        return cls(
-            temperature=state.temperature,
-            top_k=state.top_k,
-            top_p=state.top_p,
-            min_p=state.min_p,
-            repetition_penalty=state.repetition_penalty,
-            presence_penalty=state.presence_penalty,
-            frequency_penalty=state.frequency_penalty,
-            logit_bias=dict(state.logit_bias),
-            allowed_token_ids=tuple(state.allowed_token_ids),
-            seed=state.seed,
-            choice_index=state.choice_index,
-            stop_token_ids=tuple(state.stop_token_ids),
-            max_new_tokens=state.max_new_tokens,
-            min_new_tokens=state.min_new_tokens,
-            logprobs=state.logprobs if state.HasField("logprobs") else None,
-            verification=rule_from_proto(state.verification),
-            threshold_single=state.threshold_single,
-            threshold_acc=state.threshold_acc,
-            synthetic_rates=tuple(state.synthetic_rates),
-            grammar=state.grammar,
-            grammar_end_ids=tuple(state.grammar_end_ids),
-            forced_token_ids=tuple(state.forced_token_ids),
-        )
+        """Invert `to_proto` (floats rounded to float32 on the way); ValueError for a rule that is not known."""
+        values: dict[str, Any] = {
+            own.name: tuple(value) if isinstance(own.default, tuple) else value
+            for own in fields(cls)
+            for value in (getattr(state, own.name),)
+        }
+        values["logit_bias"] = dict(state.logit_bias)
+        values["logprobs"] = state.logprobs if state.HasField("logprobs") else None
+        values["verification"] = rule_from_proto(state.verification)
+        return cls(**values)

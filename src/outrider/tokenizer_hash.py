@@ -13,11 +13,7 @@ _CONTENT = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
 
 
 def tokenizer_hash(checkpoint: str | Path) -> str:
-    """SHA-256 (hex) over the canonical content of the folder's tokenizer.json.
-
-    Raises:
-        CheckpointError: the file is missing or is not a tokenizer.
-    """
+    """Return SHA-256 (hex) over the canonical content of a tokenizer.json; CheckpointError where it is none."""
     path = Path(checkpoint) / "tokenizer.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
@@ -58,7 +59,6 @@ class Tracing:
         """A span that has begun.
 
         Args:
-            name: what it is of.
             parent: traceparent of another process, or a span of this one; default what goes on in this thread or task.
             start_ns: when it began, by the monotonic clock; default now.
             links: spans of other traces that it is about.
@@ -178,25 +178,17 @@ def stream_metadata(role: str, address: str) -> Metadata | None:
     return ((HEADER, active.traceparent(span)),)
 
 
+@dataclass(slots=True)
 class _TracedSession:
     """A session at a worker, while it is open."""
 
-    __slots__ = ("epoch", "span", "steps")
-
-    def __init__(self, span: Span, epoch: int) -> None:
-        self.span = span
-        self.epoch = epoch
-        self.steps = 0
+    span: Span
+    epoch: int
+    steps: int = 0
 
 
 class SessionTraces:
-    """The spans of the sessions that came over one stream to a worker.
-
-    Args:
-        tracing: makes them.
-        role: of the worker.
-        metadata: of the stream.
-    """
+    """The spans of the sessions that came over one stream to a worker."""
 
     def __init__(self, tracing: Tracing, role: str, metadata: Iterable[tuple[str, Any]] | None) -> None:
         self._tracing = tracing

@@ -29,11 +29,7 @@ def uints_to_bytes(values: Sequence[int] | UInt32Array) -> bytes:
 
 
 def uints_from_bytes(data: bytes) -> UInt32Array:
-    """The inverse of `uints_to_bytes`, a read-only uint32 array.
-
-    Raises:
-        ValueError: the length is not a multiple of 4.
-    """
+    """Invert `uints_to_bytes`: a read-only uint32 array; ValueError where the length is no multiple of 4."""
     return np.frombuffer(data, dtype="<u4")
 
 
@@ -43,11 +39,7 @@ def floats_to_bytes(values: Sequence[float] | Float32Array) -> bytes:
 
 
 def floats_from_bytes(data: bytes) -> Float32Array:
-    """The inverse of `floats_to_bytes`, a read-only float32 array.
-
-    Raises:
-        ValueError: the length is not a multiple of 4.
-    """
+    """Invert `floats_to_bytes`: a read-only float32 array; ValueError where the length is no multiple of 4."""
     return np.frombuffer(data, dtype="<f4")
 
 

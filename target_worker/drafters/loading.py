@@ -7,9 +7,9 @@ import torch
 
 from outrider.checkpoint_json import is_eagle_head
 from outrider.drafting.config import GrowthConfig, step_defaults
+from outrider.engine.attention import attention_of
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
-from outrider.engine.decoder_loading import attention_of
 from outrider.engine.decoder_weights import HEAD, weight_bytes
 from outrider.engine.eagle import BlockHead, load_eagle_head
 from outrider.engine.eagle_spec import read_eagle_spec

@@ -7,11 +7,10 @@ from itertools import pairwise
 import pytest
 
 from outrider.deploy.autoscaler import Autoscaler, Decision
-from outrider.deploy.autoscaler_config import AutoscalerConfig
+from outrider.deploy.config import DeployConfig
 from outrider.v1 import generation_pb2, registry_pb2
 
-FOUR = AutoscalerConfig(max_drafts=4)
-ANY = AutoscalerConfig(min_drafts=0, max_drafts=4)
+FOUR = DeployConfig(max_drafts=4)
 ROUND_S = 0.01
 STEPS_A_ROUND = 8
 # A draft this wrong makes rounds longer, and no session faster.
@@ -94,7 +93,7 @@ def play(
     service: Service,
     sessions: Iterable[int],
     *,
-    config: AutoscalerConfig = FOUR,
+    config: DeployConfig = FOUR,
     heard: Callable[[int, list[generation_pb2.ServerInfo]], list[generation_pb2.ServerInfo]] = lambda _, infos: infos,
 ) -> list[Decision]:
     """A decision each second, of what is `heard` of the service's answers."""
@@ -145,7 +144,7 @@ def test_a_count_that_is_raised_soon_after_it_was_lowered_is_lowered_later_the_n
 
 
 def test_speculation_that_does_not_pay_is_given_up_and_tried_anew_ever_more_rarely():
-    decisions = play(Service(missed=USELESS), [4] * 1200, config=ANY)
+    decisions = play(Service(missed=USELESS), [4] * 1200)
     drafts = counts(decisions)
     assert drafts[:30] == [1] * 30
     assert drafts[40] == 0
@@ -160,7 +159,7 @@ def test_speculation_that_does_not_pay_is_given_up_and_tried_anew_ever_more_rare
 def test_speculation_that_pays_again_is_found_by_the_trial_or_by_another_load():
     for later, sessions, seconds in ((0.1, 4, 150), (USELESS, 1, 20)):
         service = Service(missed=USELESS)
-        scaler, wanted, drafts = Autoscaler(ANY), 1, []
+        scaler, wanted, drafts = Autoscaler(FOUR), 1, []
         for second in range(60 + seconds):
             if second == 60:
                 service.missed = later
@@ -174,7 +173,7 @@ def test_speculation_that_pays_again_is_found_by_the_trial_or_by_another_load():
 
 
 def test_without_sessions_the_fewest_are_kept_and_the_first_session_gets_a_draft_at_once():
-    decisions = play(Service(), [4] * 10 + [0] * 60 + [4] * 20, config=ANY)
+    decisions = play(Service(), [4] * 10 + [0] * 60 + [4] * 20)
     assert counts(decisions)[69] == 0
     assert counts(decisions)[74] >= 1
 
@@ -201,7 +200,7 @@ def test_signals_that_are_lost_change_nothing(lost):
 
 def test_sessions_that_find_no_place_at_a_draft_are_worth_one():
     # A draft that keeps up with all of them, if only it takes them.
-    config = AutoscalerConfig(max_drafts=8)
+    config = DeployConfig(max_drafts=8)
     assert counts(play(Service(nodes=64, places=64), [12] * 30, config=config))[-1] == 1
     assert counts(play(Service(nodes=64, places=4), [12] * 30, config=config))[-1] == 3
 
@@ -212,7 +211,7 @@ def test_requests_that_wait_make_a_draft_worth_more():
             infos[0].waiting_requests = waiting
             return infos
 
-        config = AutoscalerConfig(max_drafts=8, draft_cost=0.2)
+        config = DeployConfig(max_drafts=8, autoscale_draft_cost=0.2)
         return play(Service(), [12] * 20, config=config, heard=heard)[-1].drafts
 
     assert advised(0) < advised(36)
@@ -224,9 +223,5 @@ def test_several_coordinators_decide_as_one_does():
 
 
 def test_min_and_max_hold_whatever_is_advised():
-    bounds = AutoscalerConfig(min_drafts=2, max_drafts=3)
+    bounds = DeployConfig(min_drafts=2, drafts=2, max_drafts=3)
     assert set(counts(play(Service(), [12] * 20 + [0] * 60, config=bounds))[1:]) == {2, 3}
-    with pytest.raises(ValueError, match="min_drafts: 3"):
-        AutoscalerConfig(min_drafts=3, max_drafts=2)
-    with pytest.raises(ValueError, match="autoscale_down_s: 0"):
-        AutoscalerConfig(down_s=0.0)

@@ -32,6 +32,8 @@ from outrider.models import embedded_draft_path
         ("coordinators", 0),
         ("min_drafts", 1),
         ("max_drafts", 0),
+        ("autoscale_draft_cost", -1.0),
+        ("autoscale_down_s", 0.0),
         ("draft_port", 65536),
         ("tensor_parallel_size", 0),
         ("max_model_len", 0),

@@ -8,7 +8,7 @@ from tests.draft_worker.settling import settle
 from tests.draft_worker.table_model import VOCAB
 from tests.tiny_llama import write_llama
 
-from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
+from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
@@ -29,7 +29,7 @@ def ngram() -> Iterator[NgramDrafter]:
     trie.start()
     trie.add(SONG)
     assert settle(trie)
-    yield NgramDrafter(trie, NgramDrafterConfig(vocab_size=VOCAB, max_model_len=200, max_sessions=8))
+    yield NgramDrafter(trie, vocab_size=VOCAB, max_model_len=200, max_sessions=8)
     trie.stop()
     assert trie.join(30)
 

@@ -86,7 +86,8 @@ class ModelDrafter:
         captures: bool = False,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        self.config, self.num_slots, self.vocab_size = config, num_slots, vocab_size
+        self.config, self.num_slots = config, num_slots
+        self.vocab_size, self.max_model_len = vocab_size, config.max_model_len
         self.calibration = AcceptanceCalibration(
             branching=max(config.branching, 2),
             prior_strength=config.prior_strength,

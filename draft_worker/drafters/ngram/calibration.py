@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.draft_worker.drafters.ngram.proposals import Proposals
-from outrider.drafting.acceptance_calibration import RULES, LearnedBuckets
-from outrider.drafting.calibration_kernels import count_trial
+from outrider.drafting.acceptance_calibration import RULES, LearnedBuckets, count_trial
 from outrider.kernels.compiled import compiled
 from outrider.sampling import SamplingSpec, VerificationRule
 
@@ -50,9 +49,6 @@ class NgramCalibration(LearnedBuckets):
     Args:
         prior_strength: trials that the prior is worth.
         decay: what one trial leaves of the bucket's earlier ones.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(self, *, prior_strength: float = 8.0, decay: float = 0.998) -> None:

@@ -42,11 +42,7 @@ Encode = Callable[[str], list[int]]
 
 
 def encoder(checkpoint: Path) -> Encode:
-    """Return a function from text to token ids by the folder's tokenizer, without special tokens.
-
-    Raises:
-        CheckpointError: the folder has no tokenizer.
-    """
+    """Return a function from text to token ids, without special tokens; CheckpointError without a tokenizer."""
     from tokenizers import Tokenizer
 
     path = checkpoint / "tokenizer.json"
@@ -120,20 +116,15 @@ class CorpusLoader:
     """Load corpora into a trie in the background.
 
     Args:
-        paths: the files.
         checkpoint: folder whose tokenizer reads texts.
         vocab_size: token ids from here on are refused.
-
-    Attributes:
-        finished: set when everything is queued, or nothing more will come.
-        texts: texts queued so far.
     """
 
     def __init__(self, paths: Sequence[Path], checkpoint: Path, vocab_size: int) -> None:
         arguments = [str(checkpoint), str(vocab_size), *map(str, paths)]
         self._command = [sys.executable, "-m", "outrider.draft_worker.drafters.ngram.corpus", *arguments]
         self._stopped = threading.Event()
-        self.finished = threading.Event()
+        self.finished = threading.Event()  # set when everything is queued, or nothing more will come
         self.texts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None

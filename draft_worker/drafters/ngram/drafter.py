@@ -42,25 +42,6 @@ from outrider.wire import MOST_NODES
 _LOOKS_AHEAD = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class NgramDrafterConfig:
-    """Settings of drafting by n-grams.
-
-    Attributes:
-        vocab_size: of the target.
-        max_model_len: most tokens of a session.
-        max_sessions: most sessions that have a tree.
-        max_live_nodes: most nodes of a session, whatever its credit, up to 256.
-        min_value: nodes of a lower value are not proposed.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    max_sessions: int = 64
-    max_live_nodes: int = MOST_NODES
-    min_value: float = 0.01
-
-
 @dataclass(kw_only=True, slots=True)
 class _Session:
     start: SessionStart
@@ -74,31 +55,35 @@ class NgramDrafter:
     """All sessions of a worker that grow by its trie.
 
     Args:
-        trie: shared by all sessions.
-        config: see `NgramDrafterConfig`.
-
-    Attributes:
-        calibration: of all sessions.
-        steps: matches with growth so far.
-        wake: called when a match was put off.
-        leading: keys of sessions that need no other drafter now: most of a round's depth is expected to be accepted.
-        vocab_size: as in the config.
+        max_sessions: most sessions that have a tree.
+        max_live_nodes: most nodes of a session, whatever its credit, up to 256.
+        min_value: nodes of a lower value are not proposed.
     """
 
     source = GrowthSource.NGRAM
 
-    def __init__(self, trie: SharedTrie, config: NgramDrafterConfig) -> None:
-        self.trie, self.config, self.vocab_size = trie, config, config.vocab_size
+    def __init__(
+        self,
+        trie: SharedTrie,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_sessions: int = 64,
+        max_live_nodes: int = MOST_NODES,
+        min_value: float = 0.01,
+    ) -> None:
+        self.trie, self.vocab_size, self.max_model_len = trie, vocab_size, max_model_len
+        self._max_live_nodes, self._min_value, rows = min(max_live_nodes, MOST_NODES), min_value, max_sessions
         self.calibration = NgramCalibration()
-        self.steps = 0
-        self.wake: Callable[[], None] = lambda: None
+        self.steps = 0  # matches with growth so far
+        self.wake: Callable[[], None] = lambda: None  # called when a match was put off
+        # Keys of sessions that need no other drafter now: most of a round's depth is expected to be accepted.
         self.leading: set[Key] = set()
         self._sessions: dict[Key, _Session] = {}
         # Opened or committed to since they were matched.
         self._due: dict[Key, _Session] = {}
-        rows = config.max_sessions
         # All growth continues the root or an entry, so nothing else of the trail is needed.
-        self._pool = Pool.allocate(sessions=rows, max_len=config.max_model_len, capacity=MOST_NODES, places=1, trail=1)
+        self._pool = Pool.allocate(sessions=rows, max_len=max_model_len, capacity=MOST_NODES, places=1, trail=1)
         self._columns = PoolArrays(*self._pool.arrays)
         self._free_rows = list(range(rows))[::-1]
         # Of each row: the id of its next node, its rule's number, and the calibration's buckets of its entries.
@@ -126,7 +111,7 @@ class NgramDrafter:
             if self._free_rows:
                 session.row = self._open_row(start, session.tokens)
             elif session.speaks:
-                raise OutOfSlots(f"all {self.config.max_sessions} rows are taken: raise max_num_seqs")
+                raise OutOfSlots(f"all {self._pool.sessions} rows are taken: raise max_num_seqs")
         self._sessions[start.key] = self._due[start.key] = session
         self.trie.add(tuple(session.tokens))
 
@@ -252,7 +237,7 @@ class NgramDrafter:
         records = np.empty((buckets.size, WORDS), np.int32)
         count = tree_loops.new_nodes(
             self._pool.arrays, rows, tops, proposals.tokens, proposals.parents, proposals.found, estimates, buckets,
-            self.config.min_value, self._next_ids, self._buckets, records, records.view(np.float32),
+            self._min_value, self._next_ids, self._buckets, records, records.view(np.float32),
         )  # fmt: skip
         self._graft(records[:count])
         return records[:count]
@@ -280,12 +265,12 @@ class NgramDrafter:
         columns, row = self._columns, self._free_rows.pop()
         columns.history[row, : len(tokens)] = tokens
         # Below stop tokens beyond the pool's bound, nodes are proposed in vain.
-        stops = [token for token in start.stop_ids if token < self.config.vocab_size][:MAX_STOPS]
+        stops = [token for token in start.stop_ids if token < self.vocab_size][:MAX_STOPS]
         columns.stops[row, : len(stops)], columns.stops[row, len(stops) :] = stops, -1
-        columns.max_nodes[row] = min(start.limits.max_live_nodes, self.config.max_live_nodes, MOST_NODES)
+        columns.max_nodes[row] = min(start.limits.max_live_nodes, self._max_live_nodes)
         columns.max_depth[row] = min(start.limits.max_depth, MOST_NODES)
         self._rules[row], self._next_ids[row] = rule_number(start.sampling), 1
-        end, records = start.end(self.config.max_model_len), Records()
+        end, records = start.end(self.max_model_len), Records()
         records.open(row, self._generation(row) + 1, length=len(tokens), cached=0, end=end, allow=end)
         self._graft(records.array())
         return row
@@ -309,7 +294,7 @@ def warm_up() -> None:
         return
     trie = SharedTrie(NgramTrie(capacity=100, max_trie_depth=4), ProposalConfig())
     trie.trie.insert(([0, 1, 0, 1], 0))
-    drafter = NgramDrafter(trie, NgramDrafterConfig(vocab_size=2, max_model_len=9, max_sessions=1))
+    drafter = NgramDrafter(trie, vocab_size=2, max_model_len=9, max_sessions=1)
     sampling, limits = SamplingSpec(max_new_tokens=8), GrowthLimits()
     start = SessionStart(key=(0, 0), owner=None, epoch=1, prompt=[0], output=(), sampling=sampling, limits=limits)
     drafter.open(start)

@@ -14,11 +14,7 @@ _MAX_DRAFT_TOKENS = 256
 
 
 def check_ngram_options(config: Any) -> None:
-    """Check the fields of a `DraftWorkerConfig` that begin with ngram.
-
-    Raises:
-        ValueError: one is out of range, with the value and what is needed.
-    """
+    """Raise ValueError for the first field of a `DraftWorkerConfig` beginning with ngram that is out of range."""
     depth, breadth = config.ngram_max_trie_depth, config.ngram_min_breadth
     _check("ngram_max_trie_depth", depth, MIN_DEPTH, MAX_DEPTH)
     # Eviction never takes a node of the path that is being inserted.

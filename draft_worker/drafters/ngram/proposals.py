@@ -30,21 +30,13 @@ _TAKEN = -1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProposalConfig:
-    """Settings of proposals, named as in SGLang's n-gram speculation, without its prefix.
+    """Settings of proposals, named as in SGLang's n-gram speculation, without its prefix."""
 
-    Attributes:
-        draft_tokens: most proposals after a text.
-        min_match: shortest suffix that is matched, in tokens.
-        min_breadth: most children of a node below the longest suffix.
-        max_breadth: most children of a node below the shortest suffix; 1 makes a single branch.
-        match_type: which children come first: prob, the most frequent; bfs, the most recently used.
-    """
-
-    draft_tokens: int = 12
-    min_match: int = 1
-    min_breadth: int = 1
-    max_breadth: int = 10
-    match_type: MatchType = "prob"
+    draft_tokens: int = 12  # most proposals after a text
+    min_match: int = 1  # shortest suffix that is matched, in tokens
+    min_breadth: int = 1  # most children of a node below the longest suffix
+    max_breadth: int = 10  # most children of a node below the shortest suffix; 1 makes a single branch
+    match_type: MatchType = "prob"  # which children come first: prob, the most frequent; bfs, the most recently used
 
     def __post_init__(self) -> None:
         # Options have been checked under the names that users know.
@@ -54,15 +46,10 @@ class ProposalConfig:
 
 @dataclass(slots=True)
 class TextTails:
-    """The last tokens of B texts.
+    """The last tokens of B texts."""
 
-    Attributes:
-        tails: [B, W] int32; anything stands past a row's length.
-        lengths: [B] int32, tokens of each row.
-    """
-
-    tails: Any
-    lengths: Any
+    tails: Any  # [B, W] int32; anything stands past a row's length
+    lengths: Any  # [B] int32, tokens of each row
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], width: int) -> "TextTails":
@@ -82,33 +69,18 @@ class TextTails:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Candidates after each of B texts, a row a text, parents before their children.
+    """Candidates after each of B texts, a row a text, parents before their children."""
 
-    Attributes:
-        tokens: [B, P] int32.
-        parents: [B, P] int32, indices in the row; -1 for the end of the text.
-        shares: [B, P] float64, the node's count divided by the sum of its siblings', in the trie.
-        counts: [B, P] int32, how often the trie has seen the node's path.
-        contexts: [B, P] int32, tokens before the node in that path.
-        found: [B, 2] int32, proposals in the row, and tokens of the longest suffix that continues in the trie.
-    """
-
-    tokens: Any
-    parents: Any
-    shares: Any
-    counts: Any
-    contexts: Any
-    found: Any
+    tokens: Any  # [B, P] int32
+    parents: Any  # [B, P] int32, indices in the row; -1 for the end of the text
+    shares: Any  # [B, P] float64, the node's count divided by the sum of its siblings', in the trie
+    counts: Any  # [B, P] int32, how often the trie has seen the node's path
+    contexts: Any  # [B, P] int32, tokens before the node in that path
+    found: Any  # [B, 2] int32, proposals in the row, and tokens of the longest suffix that continues in the trie
 
 
 def propose(trie: NgramTrie, texts: TextTails, config: ProposalConfig) -> Proposals:
-    """Return what may follow each text.
-
-    Args:
-        trie: of D tokens a path.
-        texts: D - 1 tokens wide.
-        config: see `ProposalConfig`.
-    """
+    """Return what may follow each text."""
     size = config.draft_tokens
     tokens, parents, counts, contexts = np.zeros((4, len(texts), size), np.int32)
     shares, found = np.zeros((len(texts), size)), np.zeros((len(texts), 2), np.int32)

@@ -75,13 +75,8 @@ class SharedTrie:
 
     Args:
         trie: used by nobody else; replaced by an empty one if the inserting thread fails.
-        config: how proposals are made.
         queue_tokens: most tokens that wait to be inserted.
         patience_s: longest that a proposal waits, in each of two turns, before it is put off.
-
-    Attributes:
-        counts: see `TrieCounts`.
-        failed: whether the inserting thread has failed.
     """
 
     def __init__(
@@ -129,14 +124,11 @@ class SharedTrie:
         return not self._thread.is_alive()
 
     def add(self, tokens: Sequence[int], *, start: int = 0) -> bool:
-        """Queue a text, or the continuation of one, without waiting. One thread calls this.
+        """Queue a text, or the continuation of one, without waiting; return whether there was room. Of one thread.
 
         Args:
             tokens: not changed by anybody afterwards.
             start: tokens before it are context: the last `suffix_tokens` of what was queued before.
-
-        Returns:
-            Whether there was room for it.
         """
         new = len(tokens) - start
         if self.failed or self.waiting_tokens + new > self._queue_tokens:
@@ -147,12 +139,7 @@ class SharedTrie:
         return True
 
     def add_corpus(self, tokens: Sequence[int], stopped: threading.Event) -> None:
-        """Queue a long text in pieces, each when little else waits, so that sessions' texts are not delayed.
-
-        Args:
-            tokens: the whole text.
-            stopped: ends the waiting.
-        """
+        """Queue a long text in pieces, each when little else waits, so that sessions' texts are not delayed."""
         for start in range(0, len(tokens), _CORPUS_PIECE):
             while self.waiting_tokens > _CORPUS_PIECE and not self.failed:
                 if stopped.wait(_POLL_S):
@@ -165,11 +152,7 @@ class SharedTrie:
             self._queue.put((piece, start - first))
 
     def propose(self, texts: TextTails) -> Proposals | None:
-        """Return what may follow each text; None if an insertion takes too long, and the caller should ask again soon.
-
-        Args:
-            texts: `suffix_tokens` wide.
-        """
+        """Return what may follow each text; None if an insertion takes too long: ask again soon."""
         counts, began = self.counts, time.perf_counter_ns()
         has_lock = self._take_lock()
         counts.longest_wait_ns = max(counts.longest_wait_ns, time.perf_counter_ns() - began)

@@ -37,8 +37,6 @@ def new_nodes(
     most what its elder siblings leave.
 
     Args:
-        arrays: of the pool.
-        rows: [B] int64.
         tops: [B] int64, the entry below which the row's proposals hang; -1 for the root.
         tokens, parents, found: as in `Proposals`.
         estimates, buckets: [B, P] float64 and int64, as in `NgramCalibration`.
@@ -103,8 +101,6 @@ def follow_likeliest(
     """Follow the likeliest children, of equals the first, from each root to a leaf.
 
     Args:
-        arrays: of the pool.
-        rows: [B] int64.
         tails, lengths: [B, W] and [B] int32, the texts that end with the roots, as in `TextTails`.
         leads: [B] bool, written: whether most of a round's depth is expected to be accepted on the way.
         leaves: [B] int64, written: the leaf's entry; -1 if there is none, or none below which the tree goes on.
@@ -145,8 +141,6 @@ def follow_entries(arrays: Any, num_commits: Any, ids_before: Any, entry_buckets
     """Move the buckets of entries to where `re_root` has moved the entries of rows with commits.
 
     Args:
-        arrays: of the pool, re-rooted.
-        num_commits: [S] int32.
         ids_before: [S, C] int32, ids of the entries before. Ids rise with the index, before and after.
         entry_buckets: [S, C] int64, changed.
     """

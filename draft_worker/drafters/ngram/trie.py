@@ -57,16 +57,11 @@ class NgramTrie:
     Args:
         capacity: most nodes, at least 2 * max_trie_depth; up to 8 bytes each at the start, 48 more once used.
         max_trie_depth: D, tokens of a path; suffixes of up to D - 1 tokens are matched.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     def __init__(self, *, capacity: int = 10_000_000, max_trie_depth: int = 18) -> None:
-        if not MIN_DEPTH <= max_trie_depth <= MAX_DEPTH:
-            raise ValueError(f"max_trie_depth: {max_trie_depth} given, {MIN_DEPTH} to {MAX_DEPTH} needed")
-        if not 2 * max_trie_depth <= capacity < 2**30:
-            raise ValueError(f"capacity: {capacity} given, {2 * max_trie_depth} (twice max_trie_depth) to 2^30 needed")
+        # Options have been checked under the names that users know.
+        assert MIN_DEPTH <= max_trie_depth <= MAX_DEPTH and 2 * max_trie_depth <= capacity < 2**30
         self.capacity, self.max_trie_depth = capacity, max_trie_depth
         # A node's words are adjacent: they are read together, from one cache line.
         self._rows = np.zeros((capacity + 1, _ROW), np.int32)

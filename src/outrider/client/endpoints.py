@@ -33,11 +33,7 @@ def endpoint_list(endpoint: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Endpoint(Generic[_Channel]):
-    """One coordinator, and since when it is avoided.
-
-    Attributes:
-        has_answered: whether it has ever served this client.
-    """
+    """One coordinator, and since when it is avoided."""
 
     def __init__(self, address: str, channel: _Channel, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
         self.address, self.channel, self.stub = address, channel, stub
@@ -58,9 +54,7 @@ class Endpoints(Generic[_Channel]):
     """All of them.
 
     Args:
-        addresses: host:port each.
         connect: opens a channel to one; gRPC dials when the first call is made.
-        make_stub: of a channel.
     """
 
     def __init__(

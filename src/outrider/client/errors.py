@@ -1,11 +1,14 @@
 """From a failed call's status back to the errors of `outrider.errors`: the inverse of `rpc.status_of`."""
 
+from typing import TypeVar
+
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_Detail = TypeVar("_Detail", error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
 _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OutriderError,
     grpc.StatusCode.UNAVAILABLE: errors.WorkerUnavailable,
@@ -23,11 +26,14 @@ def error_of(error: grpc.RpcError) -> errors.OutriderError | TimeoutError:
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     message: str = getattr(error, "details", lambda: None)() or str(error)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return errors.InvalidRequest(_violations(error) or [errors.FieldViolation("request", message)])
+        found = _detail(error, error_details_pb2.BadRequest()).field_violations
+        violations = [errors.FieldViolation(violation.field, violation.description) for violation in found]
+        return errors.InvalidRequest(violations or [errors.FieldViolation("request", message)])
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        retry_after_s = _retry_after_s(error)
-        if retry_after_s is not None:
-            return errors.Overloaded(message, retry_after_s=retry_after_s)
+        retry_info = _detail(error, error_details_pb2.RetryInfo())
+        if retry_info.HasField("retry_delay"):
+            delay = retry_info.retry_delay
+            return errors.Overloaded(message, retry_after_s=delay.seconds + delay.nanos / 1e9)
     if was_never_sent(error):
         last = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
         # So a server that talks TLS, or wants a certificate, ends the connection of who does not.
@@ -51,23 +57,9 @@ def was_never_sent(error: grpc.RpcError) -> bool:
     return (details or "").startswith("failed to connect to all addresses")
 
 
-def _violations(error: grpc.RpcError) -> list[errors.FieldViolation]:
-    bad_request = error_details_pb2.BadRequest()
-    _unpack_detail(error, bad_request)
-    return [errors.FieldViolation(violation.field, violation.description) for violation in bad_request.field_violations]
-
-
-def _retry_after_s(error: grpc.RpcError) -> float | None:
-    retry_info = error_details_pb2.RetryInfo()
-    if not _unpack_detail(error, retry_info):
-        return None
-    return retry_info.retry_delay.seconds + retry_info.retry_delay.nanos / 1e9
-
-
-def _unpack_detail(error: grpc.RpcError, into: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> bool:
-    metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
-    for key, value in metadata:
-        if key == _DETAILS_KEY:
-            status = status_pb2.Status.FromString(value)
-            return any(detail.Unpack(into) for detail in status.details)
-    return False
+def _detail(error: grpc.RpcError, detail: _Detail) -> _Detail:
+    """The detail of its kind in a call's status; as it is given where there is none."""
+    for key, value in getattr(error, "trailing_metadata", lambda: None)() or ():
+        if key == _DETAILS_KEY and any(packed.Unpack(detail) for packed in status_pb2.Status.FromString(value).details):
+            break
+    return detail

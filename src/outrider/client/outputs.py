@@ -1,8 +1,10 @@
 """What a client gets of a generation: its pieces, its whole, and what is counted of it (no transport)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypeVar
+
+from google.protobuf.message import Message
 
 from outrider.drafting.growth_source import GrowthSource
 from outrider.v1 import generation_pb2, target_pb2
@@ -129,14 +131,18 @@ class GenerationOutput:
         return self.choices[0].logprobs
 
 
+_Output = TypeVar("_Output", Usage, Timings, SourceSpeculation)
+
+
+def copied(kind: type[_Output], message: Message) -> _Output:
+    """Return an output of a message's fields of the same names."""
+    return kind(**{own.name: getattr(message, own.name) for own in fields(kind)})
+
+
 def source_speculation(stats: generation_pb2.SpeculationStats) -> dict[str, SourceSpeculation]:
     """Statistics by source."""
     return {
-        GrowthSource(own.source).word: SourceSpeculation(
-            drafted_tokens=own.drafted_tokens,
-            submitted_tokens=own.submitted_tokens,
-            accepted_tokens=own.accepted_tokens,
-        )
+        GrowthSource(own.source).word: copied(SourceSpeculation, own)
         for own in stats.sources
         if own.source in set(GrowthSource)
     }

@@ -15,6 +15,7 @@ from outrider.client.outputs import (
     Timings,
     TokenLogprobs,
     Usage,
+    copied,
     source_speculation,
     token_logprobs,
 )
@@ -74,8 +75,6 @@ class Progress:
     """One generation: gives the request to send, takes what comes, and says how to go on after a break.
 
     Args:
-        prompt: text or token ids.
-        options: see `GenerateOptions`.
         max_resumes: attempts in a row at each endpoint without a new token between them.
         endpoints: how many there are to turn to in turn.
 
@@ -135,7 +134,11 @@ class Progress:
         """Takes a message; yields the delta it brought, unless it is a duplicate."""
         match response.WhichOneof("event"):
             case "started":
-                self._take_started(response.started)
+                if self._started is None:
+                    self._started = response.started
+                    # A resume has to name both.
+                    self._request.request_id = response.started.request_id
+                    self._request.sampling_params.seed = response.started.seed
             case "delta":
                 if response.delta.index >= len(self._choices):
                     raise OutriderError(f"the server sent choice {response.delta.index}, which was not asked for")
@@ -155,20 +158,12 @@ class Progress:
             case "finished":
                 self._finished = response.finished
 
-    def _take_started(self, started: generation_pb2.Started) -> None:
-        if self._started is None:
-            self._started = started
-            # A resume has to name both.
-            self._request.request_id = started.request_id
-            self._request.sampling_params.seed = started.seed
-
     def pause_before_resuming_s(self, error: OutriderError | TimeoutError, *, is_new: bool) -> float:
         """How long to wait before the request is sent again; raises the error if it is not to be sent again.
 
         There is no wait before another endpoint: only when all have been tried in vain, and the longer the more often.
 
         Args:
-            error: what ended the last attempt.
             is_new: there may be no such service. Then what has not started is tried at every endpoint once, and so is
                 what all are too busy for.
         """
@@ -231,11 +226,7 @@ class Progress:
             request_id=self._started.request_id,
             seed=self._started.seed,
             choices=self.choices(),
-            usage=Usage(
-                prompt_tokens=finished.usage.prompt_tokens,
-                completion_tokens=finished.usage.completion_tokens,
-                cached_tokens=finished.usage.cached_tokens,
-            ),
+            usage=copied(Usage, finished.usage),
             speculation=Speculation(
                 verify_steps=finished.speculation.verify_steps,
                 drafted_tokens=finished.speculation.spec_draft_tokens,
@@ -243,12 +234,7 @@ class Progress:
                 acceptance_length=finished.speculation.acceptance_length,
                 sources=source_speculation(finished.speculation),
             ),
-            timings=Timings(
-                queue_ms=finished.timings.queue_ms,
-                ttft_ms=finished.timings.ttft_ms,
-                tpot_ms=finished.timings.tpot_ms,
-                total_ms=finished.timings.total_ms,
-            ),
+            timings=copied(Timings, finished.timings),
             rounds=self._rounds,
             resumes=self._resumes,
             weights=finished.weights,

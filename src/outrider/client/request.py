@@ -1,7 +1,7 @@
 """What a client asks for: the options of a generation, and the message that they make (no transport)."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from outrider.drafting.growth_source import source_of_word, to_proto
@@ -28,6 +28,10 @@ class StructuredOptions(TypedDict, total=False):
 
 _CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 _OPTIONS = StructuredOptions.__annotations__.keys()
+_PARTS: dict[str, Any] = {
+    "sampling_params": generation_pb2.SamplingParams,
+    "speculation": generation_pb2.SpeculationParams,
+}
 
 
 def take_structured(given: dict[str, Any]) -> common_pb2.StructuredOutputs | None:
@@ -104,16 +108,16 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     request, violations = generation_pb2.GenerateRequest(), []
 
-    def put(field_name: str, message: Any) -> None:
+    def put(field_name: str, value: Callable[[], Any]) -> None:
         try:
-            request.MergeFrom(message())
+            request.MergeFrom(_message(field_name, value()))
         except (TypeError, ValueError, UnicodeError) as error:
             violations.append(FieldViolation(field_name, str(error)))
 
     if isinstance(prompt, str):
-        put("text", lambda: generation_pb2.GenerateRequest(text=prompt))
+        put("text", lambda: prompt)
     else:
-        put("token_ids", lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)))
+        put("token_ids", lambda: generation_pb2.TokenIds(ids=prompt))
     given["speculation"] = given.get("speculation", "async")
     for name, attribute, numbers in (
         ("speculation", "mode", MODE_NUMBERS),
@@ -123,37 +127,27 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
             setattr(request.speculation, attribute, numbers[word])
         elif word is not None:
             violations.append(FieldViolation(name, f"{word!r} given, {', '.join(numbers)} needed"))
-    put("sources", lambda: _with_sources(given.pop("sources", ())))
-    put("structured_outputs", lambda: _structured(given))
+    sources = given.pop("sources", ())
+    words = [sources] if isinstance(sources, str) else sources
+    put("sources", lambda: [to_proto(source_of_word(word)) for word in words])
+    put("structured_outputs", lambda: take_structured(given))
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     unknown = given.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     for name, value in given.items():
-        put(name, lambda name=name, value=value: _option_message(name, value))
+        put(name, lambda value=value: value)
     if violations:
         raise InvalidRequest(violations)
     return request
 
 
-def _with_sources(words: str | Sequence[str]) -> generation_pb2.GenerateRequest:
-    sources = map(source_of_word, [words] if isinstance(words, str) else words)
-    return generation_pb2.GenerateRequest(
-        speculation=generation_pb2.SpeculationParams(sources=[to_proto(source) for source in sources])
-    )
-
-
-def _structured(given: dict[str, Any]) -> generation_pb2.GenerateRequest:
-    message = take_structured(given)
-    if message is None:
+def _message(field_name: str, value: Any) -> generation_pb2.GenerateRequest:
+    """A request that has one field alone, wherever it belongs; None is the same as absent."""
+    if value is None:
         return generation_pb2.GenerateRequest()
-    return generation_pb2.GenerateRequest(sampling_params=generation_pb2.SamplingParams(structured_outputs=message))
-
-
-def _option_message(name: str, value: Any) -> generation_pb2.GenerateRequest:
-    if name in generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
-        return generation_pb2.GenerateRequest(sampling_params=generation_pb2.SamplingParams(**{name: value}))
-    if name in generation_pb2.SpeculationParams.DESCRIPTOR.fields_by_name:
-        return generation_pb2.GenerateRequest(speculation=generation_pb2.SpeculationParams(**{name: value}))
-    return generation_pb2.GenerateRequest(**{name: value})
+    for part, kind in _PARTS.items():
+        if field_name in kind.DESCRIPTOR.fields_by_name:
+            return generation_pb2.GenerateRequest(**{part: kind(**{field_name: value})})
+    return generation_pb2.GenerateRequest(**{field_name: value})

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.drafting.acceptance_prior import coupled_prior, greedy_prior, independent_prior
+from outrider.kernels.compiled import compiled
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -41,19 +42,12 @@ _RELIABILITY_BINS = len(RELIABILITY_EDGES) + 1
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES.
-
-    Attributes:
-        rule: of RULES.
-        children: [B] of parents on the committed path.
-        predicted: [B] sum of their estimates.
-        hits: [B] those that were committed.
-    """
+    """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES."""
 
     rule: str
-    children: Sequence[int]
-    predicted: Sequence[float]
-    hits: Sequence[int]
+    children: Sequence[int]  # [B] of parents on the committed path
+    predicted: Sequence[float]  # [B] sum of their estimates
+    hits: Sequence[int]  # [B] those that were committed
 
 
 class LearnedBuckets:
@@ -63,20 +57,11 @@ class LearnedBuckets:
         prior: [T] estimates before anything is observed; buckets of one rule stand together, rules as in RULES.
         prior_strength: trials that the prior is worth.
         decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
-
-    Attributes:
-        learned: [T] estimates now, of the prior's dtype; changes in place.
-        version: observations so far.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(self, prior: npt.NDArray[Any], *, prior_strength: float, decay: float) -> None:
-        if prior_strength <= 0:
-            raise ValueError(f"prior_strength: {prior_strength} given, a positive number needed")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay: {decay} given, above 0 and at most 1 needed")
+        assert prior_strength > 0 and 0 < decay <= 1
+        # learned: [T] estimates now, of the prior's dtype; changes in place.
         self.learned, self.version = prior.copy(), 0
         # Hits that the prior is worth, hits, trials.
         self._tried = np.zeros((3, len(prior)))
@@ -87,7 +72,7 @@ class LearnedBuckets:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The tables, as `outrider.drafting.calibration_kernels` takes them."""
+        """The tables, as `count_trial` takes them."""
         return (self.learned, self._tried, self._counted, self._predicted, *self._settings)
 
     def reliability(self) -> list[Reliability]:
@@ -108,22 +93,11 @@ class AcceptanceCalibration(LearnedBuckets):
 
     Args:
         branching: k, most children of a parent.
-        prior_strength: trials that the prior is worth.
-        decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
-
-    Attributes:
-        edges: [2, BINS - 1] float32: what parts the bins of -log q, and those of the gap.
-        prior: [T] float32, bucket = (rule k + rank) BINS + bin.
-        learned: [T] float32 estimates now; changes in place.
-        version: observations so far.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(self, *, branching: int, prior_strength: float = 20.0, decay: float = 0.999) -> None:
-        if branching < 1:
-            raise ValueError(f"branching: {branching} given, at least 1 needed")
+        assert branching >= 1
+        # What parts the bins of -log q, and those of the gap.
         self.edges = np.array([SURPRISE_EDGES, GAP_EDGES], dtype=np.float32)
         self._rank_offset = np.arange(branching, dtype=np.int64) * BINS
         self._rule_offset = branching * BINS
@@ -132,7 +106,7 @@ class AcceptanceCalibration(LearnedBuckets):
             coupled_prior(branching, GAP_EDGES),
             independent_prior(branching, SURPRISE_EDGES),
         )
-        self.prior: FloatArray = np.concatenate(tables).ravel()
+        self.prior: FloatArray = np.concatenate(tables).ravel()  # bucket = (rule k + rank) BINS + bin
         super().__init__(self.prior, prior_strength=prior_strength, decay=decay)
 
     def buckets(self, log_q: FloatArray, scores: FloatArray, temperature: FloatArray) -> IntArray:
@@ -142,9 +116,6 @@ class AcceptanceCalibration(LearnedBuckets):
             log_q: [R, k] log draft probability, after temperature and filters.
             scores: [R, k] log q + G, descending; read where the temperature is above 0.
             temperature: [R]; 0 is greedy.
-
-        Returns:
-            [R, k] int64.
         """
         ranks = self._rank_offset[: log_q.shape[1]]
         coupled = temperature > 0
@@ -163,25 +134,14 @@ class AcceptanceCalibration(LearnedBuckets):
         return found
 
     def independent_buckets(self, log_q: FloatArray) -> IntArray:
-        """The bucket of every child of parents after which the target draws with coins of its own.
-
-        Args:
-            log_q: [R, k] log draft probability, after temperature and filters, best first.
-
-        Returns:
-            [R, k] int64.
-        """
+        """The bucket of every child of parents after which the target draws with coins of its own."""
         return np.searchsorted(self.edges[0], -log_q) + self._rank_offset[: log_q.shape[1]] + 2 * self._rule_offset
 
     def estimate(self, buckets: IntArray, learned: npt.NDArray[np.bool_] | bool = True) -> FloatArray:
-        """Estimates of children; those of one parent do not sum above 1.
+        """Estimates [R, k] of children; those of one parent do not sum above 1.
 
         Args:
-            buckets: [R, k] from `buckets`.
             learned: [R] or one bool: False answers from the prior alone, so that trees are reproducible.
-
-        Returns:
-            [R, k] float32.
         """
         if learned is True:
             estimates = self.learned[buckets]
@@ -191,12 +151,7 @@ class AcceptanceCalibration(LearnedBuckets):
         return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
 
     def observe(self, buckets: IntArray | Sequence[int], hit: int) -> None:
-        """Count the children of one parent on the committed path.
-
-        Args:
-            buckets: [k] the children's buckets.
-            hit: index of the child that was committed; negative if none of them was.
-        """
+        """Count the children of one parent on the committed path; `hit` is negative if none of them was committed."""
         self.observe_parents(np.array([[hit, len(buckets), *buckets]], dtype=np.int64))
 
     def observe_parents(self, seen: IntArray) -> None:
@@ -205,11 +160,45 @@ class AcceptanceCalibration(LearnedBuckets):
         Args:
             seen: [n, 2 + k] which child was committed, how many there are, and their buckets.
         """
-        # Imported here so that numba stays optional.
-        from outrider.drafting.calibration_kernels import observe_parents
-
-        observe_parents(seen, self.arrays)
+        _observe_parents(seen, self.arrays)
         self.version += len(seen)
+
+
+@compiled
+def count_trial(bucket: int, came_true: int, estimate: float, arrays: Any) -> None:
+    """Count a child of a parent on the committed path.
+
+    Args:
+        came_true: 1 if it was committed, else 0.
+        estimate: given out for it.
+        arrays: `LearnedBuckets.arrays`; written.
+    """
+    learned, tried, counts, predicted, edges, per_rule, strength, decay = arrays
+    place = bucket // per_rule * (len(edges) + 1)
+    for edge in edges:
+        if edge < estimate:
+            place += 1
+    counts[0, place] += 1
+    counts[1, place] += came_true
+    predicted[place] += estimate
+    tried[1, bucket] = tried[1, bucket] * decay + came_true
+    tried[2, bucket] = tried[2, bucket] * decay + 1
+    learned[bucket] = (tried[0, bucket] + tried[1, bucket]) / (strength + tried[2, bucket])
+
+
+@compiled
+def _observe_parents(seen: Any, arrays: Any) -> None:
+    learned = arrays[0]
+    for parent in range(len(seen)):
+        total, count = 0.0, seen[parent, 1]
+        estimates = np.empty(count, np.float64)
+        for rank in range(count):
+            estimates[rank] = learned[seen[parent, 2 + rank]]
+            total += estimates[rank]
+        for rank in range(count):
+            # As estimates are given out.
+            estimate = estimates[rank] / total if total > 1 else estimates[rank]
+            count_trial(seen[parent, 2 + rank], 1 if rank == seen[parent, 0] else 0, estimate, arrays)
 
 
 def warm_up() -> None:

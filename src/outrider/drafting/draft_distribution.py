@@ -22,15 +22,10 @@ WEIGHT_SUM = 1 << _WEIGHT_BITS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftDistribution:
-    """One q of k tokens.
+    """One q of k tokens."""
 
-    Attributes:
-        token_ids: [k], distinct.
-        weights: [k], each at least 1, `WEIGHT_SUM` in sum.
-    """
-
-    token_ids: UInt32Array
-    weights: UInt32Array
+    token_ids: UInt32Array  # [k], distinct
+    weights: UInt32Array  # [k], each at least 1, `WEIGHT_SUM` in sum
 
     @classmethod
     def quantised(cls, token_ids: Sequence[int] | npt.NDArray, mass: Sequence[float] | npt.NDArray) -> Self:
@@ -84,11 +79,7 @@ def pack_distributions(distributions: Sequence[DraftDistribution | None]) -> com
 
 
 def unpack_distributions(message: common_pb2.DraftDistributions, nodes: int) -> list[DraftDistribution | None]:
-    """The inverse of `pack_distributions`, of a batch of so many nodes.
-
-    Raises:
-        ValueError: columns of different lengths.
-    """
+    """Invert `pack_distributions` for a batch of so many nodes; ValueError for columns of different lengths."""
     if not (message.counts or message.token_ids or message.weights):
         return [None] * nodes
     token_ids, weights = (np.frombuffer(column, dtype="<u4") for column in (message.token_ids, message.weights))

@@ -25,12 +25,8 @@ class Expansions:
     """The children of expanded nodes.
 
     Args:
-        sessions: S.
         lines: L of the largest step.
         branching: K.
-
-    Attributes:
-        last_ids: [S] highest id of each session's nodes since it was cleared; 0 if it has had none.
     """
 
     def __init__(self, sessions: int, lines: int, branching: int) -> None:
@@ -38,6 +34,7 @@ class Expansions:
         # The node's id, then tokens, buckets and made ids of its children. Id 0 is a root that had no children when it
         # became the root.
         self._table = np.full((sessions, _IDS, 1 + 3 * branching), _NONE, np.int32)
+        # last_ids: [S] highest id of each session's nodes since it was cleared; 0 if it has had none.
         self._roots, self.last_ids = np.zeros(sessions, np.int32), np.zeros(sessions, np.int32)
         self._nodes = np.empty((3, lines * branching), np.int32)
         self._acceptances = np.empty(lines * branching, np.float32)

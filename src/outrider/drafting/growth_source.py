@@ -6,6 +6,7 @@ shown, and so that a request can choose.
 
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import cast
 
 from outrider.v1 import common_pb2
 
@@ -23,11 +24,6 @@ class GrowthSource(IntEnum):
         return self.name.lower()
 
 
-_TO_PROTO = {
-    GrowthSource.MODEL: common_pb2.GROWTH_SOURCE_MODEL,
-    GrowthSource.NGRAM: common_pb2.GROWTH_SOURCE_NGRAM,
-    GrowthSource.EAGLE: common_pb2.GROWTH_SOURCE_EAGLE,
-}
 NUM_SOURCES = len(GrowthSource)
 """Entries of counts by source, in the order of the sources' numbers, which begin with 1."""
 WORDS = tuple(source.word for source in GrowthSource)
@@ -35,11 +31,7 @@ ALL_SOURCES = frozenset(GrowthSource)
 
 
 def source_of_word(word: str) -> GrowthSource:
-    """The source that users call so.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the source that users call so; ValueError where there is none."""
     if word not in WORDS:
         raise ValueError(f"{word!r} given, {' or '.join(WORDS)} needed")
     return GrowthSource(WORDS.index(word) + 1)
@@ -55,9 +47,9 @@ def sources_from_proto(numbers: Iterable[int], *, default: Iterable[GrowthSource
 
 def to_proto(source: GrowthSource) -> common_pb2.GrowthSource:
     """As it travels."""
-    return _TO_PROTO[source]
+    return cast("common_pb2.GrowthSource", source.value)
 
 
 def sources_to_proto(sources: Iterable[GrowthSource]) -> list[common_pb2.GrowthSource]:
     """In the order of their numbers."""
-    return [_TO_PROTO[source] for source in sorted(sources)]
+    return [to_proto(source) for source in sorted(sources)]

@@ -65,19 +65,12 @@ _RUNGS, _SESSIONS = (8, 32, 64, 128, 256, 512, 1024), (1, 16, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Shape of a step.
+    """Shape of a step."""
 
-    Attributes:
-        rows: R.
-        sessions: sessions that fit.
-        most: most rows of one session.
-        entries: most entries that are expanded.
-    """
-
-    rows: int
-    sessions: int
-    most: int
-    entries: int
+    rows: int  # R
+    sessions: int  # sessions that fit
+    most: int  # most rows of one session
+    entries: int  # most entries that are expanded
 
     @property
     def lines(self) -> int:
@@ -111,9 +104,7 @@ def growth_buckets(
     A CPU computes no padding, so one bucket serves all steps there.
 
     Args:
-        config: see there.
         sessions: of the largest buckets.
-        on_gpu: where steps run.
         committed: rows of committed tokens.
         least_rows: of a bucket, as far as steps have as many.
     """
@@ -138,27 +129,12 @@ class GrowthProgram:
     """The pool of a draft model's sessions, and the steps that grow it.
 
     Args:
-        model: the forward pass.
-        config: see there.
         calibration: gives estimates; its learned table moves into memory that the device reads.
-        sessions: S.
-        num_slots: KV slots of the model.
-        vocab_size: V.
-        device: of the model.
         captures: whether steps are captured in CUDA graphs.
         ahead: most steps that are launched, and not read.
         regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
         committed: as `growth_buckets` takes it.
         read: logits [L, V] of a step's rows [L], from the pass of an earlier step; None where each step has its own.
-
-    Attributes:
-        pool: the trees.
-        buckets: shapes of steps, by number.
-        times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
-        memory: shared with the host.
-        lines: L of the largest bucket: rows that a report has room for.
-        branching: K.
-        captures: whether steps are captured.
     """
 
     def __init__(
@@ -200,8 +176,10 @@ class GrowthProgram:
         # Where each commit makes a gap, the smallest bucket has room for a session's.
         least_rows = SHORT_GAP if regrows else 1
         self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu, committed=committed, least_rows=least_rows)
+        # times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
         self.times_ns = self.reading_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
+        # L of the largest bucket: rows that a report has room for.
         self.lines = max(bucket.lines for bucket in self.buckets)
         count = len(shapes)
         # What the host needs early is one piece of memory: gains, then rows, sessions and needed rows.
@@ -235,6 +213,7 @@ class GrowthProgram:
         calibration.learned = self._learned.numpy()
         edges, prior = torch.from_numpy(calibration.edges), torch.from_numpy(calibration.prior)
         self._tables = edges.to(device), prior.to(device), self._learned
+        # Shared with the host.
         self.memory = RingMemory.allocate(
             records=records,
             early_words=count + 2,
@@ -272,10 +251,7 @@ class GrowthProgram:
         """Write the columns of a row that no launched step uses; they are in place on return.
 
         Args:
-            row: of the pool.
-            sampling: parameters of the request.
             tokens: committed, prompt and output.
-            prompt_len: tokens of the prompt.
             stop_ids: tokens whose nodes have no children.
             max_nodes, max_depth: bounds of its tree.
             is_fixed: whether its estimates come from the calibration's prior alone.
@@ -333,7 +309,6 @@ class GrowthProgram:
         """Run a step, perhaps with processors; on a GPU nothing is waited for.
 
         Args:
-            bucket: its number.
             processes: whether there are processors.
             is_first: of the steps between two commits.
         """

@@ -4,7 +4,8 @@ from typing import Protocol
 
 import torch
 
-from outrider.engine.config import AttentionBackend
+from outrider.engine.config import EngineConfig
+from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 
 
@@ -26,17 +27,15 @@ class TreeAttention(Protocol):
         ...
 
 
-def attention_operator(backend: AttentionBackend, head_dim: int) -> TreeAttention:
-    """The operator that `backend` names.
-
-    Raises:
-        ValueError: `backend` does not take this head size.
-    """
+def attention_of(config: EngineConfig, head_dim: int) -> TreeAttention:
+    """Return the configured attention; CheckpointError where it does not take heads of this size."""
+    backend = config.attention_backend_name
     if backend == "flashinfer":
         # Imported here: an optional extra, and importing it is not free.
         from outrider.kernels.attention.flashinfer import FLASHINFER_HEAD_DIMS, tree_attention_flashinfer
 
         if head_dim not in FLASHINFER_HEAD_DIMS:
-            raise ValueError(f"attention_backend: flashinfer takes head sizes {FLASHINFER_HEAD_DIMS}, not {head_dim}")
+            fault = f"attention_backend: flashinfer takes head sizes {FLASHINFER_HEAD_DIMS}, not {head_dim}"
+            raise CheckpointError(f"{config.model_path}: {fault}")
         return tree_attention_flashinfer
     return tree_attention if backend == "triton" else tree_attention_reference

@@ -9,13 +9,7 @@ _PASSES = 3
 
 
 def time_buckets(count: int, launch: Callable[[int], None], stream: torch.cuda.Stream) -> list[float]:
-    """Return nanoseconds of each bucket, the least of several passes over all of them.
-
-    Args:
-        count: of the buckets.
-        launch: launches the step of a bucket.
-        stream: that it is launched on.
-    """
+    """Return nanoseconds of each bucket, the least of several passes over all of them."""
     least_ns = [float("inf")] * count
     with torch.cuda.stream(stream):
         for _ in range(_PASSES):

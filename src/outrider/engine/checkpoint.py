@@ -47,17 +47,13 @@ def read_checkpoint(config: EngineConfig) -> tuple[DecoderSpec, ModelCard]:
     if document.get("quantization_config") is not None:
         check_quantization(folder, document["quantization_config"])
     spec = DecoderSpec.of(document, folder)
-    return spec, _card(folder, config, spec, document)
-
-
-def _card(folder: Path, config: EngineConfig, spec: DecoderSpec, document: Mapping[str, Any]) -> ModelCard:
     longest = spec.max_positions
     if config.max_model_len is not None and config.max_model_len > longest:
         raise CheckpointError(f"{folder}: max_model_len {config.max_model_len} given, the model ends at {longest}")
     has_tokenizer = (folder / "tokenizer.json").is_file()
     if not has_tokenizer:
         logger.warning("%s has no tokenizer.json: its tokenizer cannot be compared with others", folder)
-    return ModelCard(
+    card = ModelCard(
         name=folder.resolve().name,
         vocab_size=spec.vocab_size,
         tokenizer_hash=tokenizer_hash(folder) if has_tokenizer else "",
@@ -65,6 +61,7 @@ def _card(folder: Path, config: EngineConfig, spec: DecoderSpec, document: Mappi
         max_model_len=config.max_model_len or longest,
         eos_token_ids=_eos_token_ids(folder, document),
     )
+    return spec, card
 
 
 def _eos_token_ids(folder: Path, document: Mapping[str, Any]) -> tuple[int, ...]:

@@ -133,25 +133,13 @@ class EngineConfig:
 
 
 def create_config_for_draft_model(target_config: EngineConfig, draft_config: EngineConfig) -> EngineConfig:
-    """The target's configuration with the model, its dtype and its place replaced by the draft's own.
+    """The draft's configuration, with what both must agree on (sessions, lengths, tree sizes) taken from the target's.
 
-    What both must agree on (sessions, lengths, tree sizes) stays the target's; the draft is a service of its own, so
-    device, attention backend, threads and KV memory are its own too.
+    The draft is a service of its own, so device, attention backend, threads and KV memory are its own too.
     """
     return replace(
-        target_config,
-        model_path=draft_config.model_path,
-        device=draft_config.device,
-        dtype=draft_config.dtype,
-        quantization=draft_config.quantization,
-        num_slots=draft_config.num_slots,
-        kv_bytes=draft_config.kv_bytes,
-        kv_cache_memory_fraction=draft_config.kv_cache_memory_fraction,
-        kv_cache_dtype=draft_config.kv_cache_dtype,
-        enable_prefix_caching=draft_config.enable_prefix_caching,
-        torch_threads=draft_config.torch_threads,
-        attention_backend=draft_config.attention_backend,
-        enforce_eager=draft_config.enforce_eager,
-        deterministic=draft_config.deterministic,
-        tensor_parallel_size=draft_config.tensor_parallel_size,
+        draft_config,
+        max_num_seqs=target_config.max_num_seqs,
+        max_model_len=target_config.max_model_len,
+        max_tree_nodes=target_config.max_tree_nodes,
     )

@@ -37,27 +37,19 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderInputs:
-    """What one forward computes.
+    """What one forward computes."""
 
-    Attributes:
-        token_ids: [T] int32 or int64.
-        positions: [T] int32.
-        write_slots: [T] int64; a row whose slot is out of range stores nothing.
-        batch: who sees what.
-        key_caches, value_caches: per layer [num_slots, Hkv / world_size, D], written.
-        feature_layers: whose hidden states are wanted: i is the residual stream after i layers, 0 the embeddings, -1
-            what the last norm returns.
-        features: [T, len(feature_layers) * N] written with them, one layer's columns after another's; None where there
-            are none.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    write_slots: torch.Tensor
-    batch: TreeAttentionBatch
+    token_ids: torch.Tensor  # [T] int32 or int64
+    positions: torch.Tensor  # [T] int32
+    write_slots: torch.Tensor  # [T] int64; a row whose slot is out of range stores nothing
+    batch: TreeAttentionBatch  # who sees what
+    # key_caches, value_caches: per layer [num_slots, Hkv / world_size, D], written.
     key_caches: list[torch.Tensor]
     value_caches: list[torch.Tensor]
+    # Whose hidden states are wanted: i is the residual stream after i layers, 0 the embeddings, -1 what the last norm
+    # returns.
     feature_layers: tuple[int, ...] = ()
+    # [T, len(feature_layers) * N] written with them, one layer's columns after another's; None where there are none.
     features: torch.Tensor | None = None
 
     def note(self, layer: int, hidden: torch.Tensor) -> None:
@@ -75,18 +67,12 @@ class Decoder:
     """One rank's part of a model.
 
     Args:
-        spec: the architecture.
-        weights: of this rank.
-        attend: the attention operator.
         all_reduce: [P, T, N] of this rank to [P', T, N] whose parts add up to the sum over all ranks; needed with more
             than one rank.
         sum_norm: `residual_norm` of an addend [P, T, N] of this rank whose sum over all ranks is meant.
         gather_logits: [R, v] of this rank to [R, v * world_size] of all, in their order; needed with more than one
             rank.
         fixed: every product in one order for all T, so that a row's bits do not depend on the other rows.
-
-    Raises:
-        ValueError: more than one rank without `all_reduce` or `gather_logits`.
     """
 
     def __init__(
@@ -100,8 +86,7 @@ class Decoder:
         gather_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         fixed: bool = False,
     ) -> None:
-        if weights.world_size > 1 and (all_reduce is None or gather_logits is None):
-            raise ValueError(f"all_reduce, gather_logits: None given, both needed with {weights.world_size} ranks")
+        assert weights.world_size == 1 or (all_reduce is not None and gather_logits is not None)
         self.spec, self.weights = spec, weights
         self._attend, self._all_reduce, self._gather_logits, self._fixed = attend, all_reduce, gather_logits, fixed
         self._heads = spec.heads // weights.world_size

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from outrider.engine.attention import TreeAttention, attention_operator
+from outrider.engine.attention import attention_of
 from outrider.engine.checkpoint import ModelCard, read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_weights import load_decoder_weights
-from outrider.engine.tensor_parallel import Ranks
 from outrider.engine.tensor_parallel_collectives import SumOptions
+from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
 from outrider.kernels.linear.scaled_weight import ScaledWeight
@@ -27,10 +27,6 @@ def load_decoder(config: EngineConfig, source: WeightSource | None, ranks: Ranks
 
     Args:
         source: of the weights; by default the folder's files.
-        ranks: those that share it.
-
-    Raises:
-        CheckpointError: see `read_checkpoint`, `load_decoder_weights`, `check_eight_bits` and `attention_of`.
     """
     spec, card = read_checkpoint(config)
     attend = attention_of(config, spec.head_dim)
@@ -59,8 +55,7 @@ def load_decoder(config: EngineConfig, source: WeightSource | None, ranks: Ranks
                 fixed=config.deterministic,
             )
         )
-        all_reduce, gather_logits = collectives.all_reduce, collectives.gather_logits
-        sum_norm = collectives.sum_norm
+        all_reduce, gather_logits, sum_norm = collectives.all_reduce, collectives.gather_logits, collectives.sum_norm
     decoder = Decoder(
         spec,
         weights,
@@ -89,15 +84,3 @@ def check_eight_bits(config: EngineConfig, device: torch.device) -> None:
             f"{config.model_path}: deterministic with weights of 8 bits needs a GPU of compute capability 8.9 or more, "
             f"not {found[0]}.{found[1]} ({device}): leave one of the two out"
         )
-
-
-def attention_of(config: EngineConfig, head_dim: int) -> TreeAttention:
-    """The configured attention.
-
-    Raises:
-        CheckpointError: it does not take heads of this size.
-    """
-    try:
-        return attention_operator(config.attention_backend_name, head_dim)
-    except ValueError as error:
-        raise CheckpointError(f"{config.model_path}: {error}") from error

@@ -117,54 +117,33 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """One model's architecture.
+    """One model's architecture."""
 
-    Attributes:
-        model_type: as in config.json.
-        vocab_size: V.
-        hidden_size: N.
-        intermediate_size: F.
-        heads: query heads H.
-        kv_heads: key and value heads Hkv.
-        head_dim: D.
-        max_positions: longest sequence the checkpoint was made for.
-        layers: in their order.
-        rotaries: the tables that layers refer to.
-        norm_eps: of every norm.
-        norm_offset: what is added to a stored norm weight before it multiplies.
-        addend_norms: whether what a block adds is normed before it is added.
-        head_norms: whether every query and key head is normed before its rotation.
-        qkv_bias, output_bias, feed_forward_bias: which projections have biases.
-        activation: of the gate.
-        embedding_factor: of the embeddings, before rounding to the model's dtype.
-        attention_scale: of the scores.
-        attention_softcap, final_softcap: bounds of scores and logits; 0 for none.
-        tied_head: whether the output layer is the embedding.
-    """
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int
-    layers: tuple[LayerSpec, ...]
-    rotaries: tuple[RotarySpec, ...]
-    norm_eps: float
-    norm_offset: float
-    addend_norms: bool
-    head_norms: bool
+    model_type: str  # as in config.json
+    vocab_size: int  # V
+    hidden_size: int  # N
+    intermediate_size: int  # F
+    heads: int  # query heads H
+    kv_heads: int  # key and value heads Hkv
+    head_dim: int  # D
+    max_positions: int  # longest sequence the checkpoint was made for
+    layers: tuple[LayerSpec, ...]  # in their order
+    rotaries: tuple[RotarySpec, ...]  # the tables that layers refer to
+    norm_eps: float  # of every norm
+    norm_offset: float  # what is added to a stored norm weight before it multiplies
+    addend_norms: bool  # whether what a block adds is normed before it is added
+    head_norms: bool  # whether every query and key head is normed before its rotation
+    # qkv_bias, output_bias, feed_forward_bias: which projections have biases.
     qkv_bias: bool
     output_bias: bool
     feed_forward_bias: bool
-    activation: Activation
-    embedding_factor: float
-    attention_scale: float
+    activation: Activation  # of the gate
+    embedding_factor: float  # of the embeddings, before rounding to the model's dtype
+    attention_scale: float  # of the scores
+    # attention_softcap, final_softcap: bounds of scores and logits; 0 for none.
     attention_softcap: float
     final_softcap: float
-    tied_head: bool
+    tied_head: bool  # whether the output layer is the embedding
 
     @classmethod
     def of(cls, document: Mapping[str, Any], place: object = "config.json") -> "DecoderSpec":

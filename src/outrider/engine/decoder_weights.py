@@ -41,61 +41,39 @@ _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWeights:
-    """One layer of one rank.
+    """One layer of one rank."""
 
-    Attributes:
-        attention_norm: [N] before the attention.
-        qkv: [(h + 2 hkv) D, N].
-        qkv_bias: [(h + 2 hkv) D] or None.
-        query_norm, key_norm: [D] or None.
-        output: [N, h D].
-        output_bias: [N] or None, the same on every rank: added once, after the ranks' sum.
-        attention_addend_norm: [N] or None, of what the attention adds.
-        feed_forward_norm: [N] before the feed-forward block.
-        gate_up: [2 f, N].
-        gate_up_bias: [2 f] or None.
-        down: [N, f].
-        down_bias: [N] or None, as `output_bias`.
-        feed_forward_addend_norm: [N] or None, of what the feed-forward block adds.
-    """
-
-    attention_norm: torch.Tensor
-    qkv: Weight
-    qkv_bias: torch.Tensor | None
+    attention_norm: torch.Tensor  # [N] before the attention
+    qkv: Weight  # [(h + 2 hkv) D, N]
+    qkv_bias: torch.Tensor | None  # [(h + 2 hkv) D] or None
+    # query_norm, key_norm: [D] or None.
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    output: Weight
-    output_bias: torch.Tensor | None
-    attention_addend_norm: torch.Tensor | None
-    feed_forward_norm: torch.Tensor
-    gate_up: Weight
-    gate_up_bias: torch.Tensor | None
-    down: Weight
-    down_bias: torch.Tensor | None
-    feed_forward_addend_norm: torch.Tensor | None
+    output: Weight  # [N, h D]
+    output_bias: torch.Tensor | None  # [N] or None, the same on every rank: added once, after the ranks' sum
+    attention_addend_norm: torch.Tensor | None  # [N] or None, of what the attention adds
+    feed_forward_norm: torch.Tensor  # [N] before the feed-forward block
+    gate_up: Weight  # [2 f, N]
+    gate_up_bias: torch.Tensor | None  # [2 f] or None
+    down: Weight  # [N, f]
+    down_bias: torch.Tensor | None  # [N] or None, as `output_bias`
+    feed_forward_addend_norm: torch.Tensor | None  # [N] or None, of what the feed-forward block adds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderWeights:
-    """All weights of one rank.
+    """All weights of one rank."""
 
-    Attributes:
-        rank, world_size: whose part this is.
-        embedding: [V, N].
-        layers: in their order.
-        final_norm: [N].
-        head: [v, N], v = V / world_size rounded up; a view of the embedding where the checkpoint ties them, and it is
-            not packed.
-        rotary_tables: per kind [positions, 2, D / 2] float32, as `DecoderSpec.rotaries`.
-    """
-
+    # rank, world_size: whose part this is.
     rank: int
     world_size: int
-    embedding: torch.Tensor
+    embedding: torch.Tensor  # [V, N]
     layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor
+    final_norm: torch.Tensor  # [N]
+    # [v, N], v = V / world_size rounded up; a view of the embedding where the checkpoint ties them, and it is not
+    # packed.
     head: Weight
-    rotary_tables: tuple[torch.Tensor, ...]
+    rotary_tables: tuple[torch.Tensor, ...]  # per kind [positions, 2, D / 2] float32, as `DecoderSpec.rotaries`
 
 
 def load_decoder_weights(
@@ -112,12 +90,7 @@ def load_decoder_weights(
     """The weights of one rank on its device.
 
     Args:
-        source: where the tensors come from.
-        spec: the architecture.
-        device: where they go.
         dtype: of all but Gemma's norms and the rotary tables.
-        rank: 0 to world_size - 1.
-        world_size: ranks that share the model.
         quantized: whether the layers' matrices are rounded to 8 bits.
         packed: whether matrices are packed for products on a CPU, where this build of torch can.
 
@@ -150,8 +123,6 @@ def load_output_layer(source: WeightSource, spec: DecoderSpec, embedding: torch.
     """Return the output layer [V, N] as one rank has it that does not share the model.
 
     Args:
-        source: of the model's tensors.
-        spec: the architecture.
         embedding: [V, N] of the model; the result is a view of it where `DecoderWeights.head` would be.
         packed: as in `load_decoder_weights`.
 

@@ -47,9 +47,6 @@ class EagleHead:
     """A loaded head.
 
     Args:
-        spec: the architecture.
-        weights: on their device.
-        attend: the attention operator.
         final_softcap: bound of the target's logits, where its output layer is used; 0 for none.
     """
 
@@ -63,41 +60,13 @@ class EagleHead:
     ) -> None:
         self.spec, self.weights, self._attend = spec, weights, attend
         self._softcap = final_softcap if spec.layout == "eagle1" else 0.0
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Where the target's hidden states are read: after so many layers, un-normed, or `LAST_NORM`."""
-        return self.spec.taps
-
-    @property
-    def feature_size(self) -> int:
-        """F."""
-        return self.weights.fc.shape[1] if self.spec.layout == "eagle3" else self.hidden_size
-
-    @property
-    def hidden_size(self) -> int:
-        """N."""
-        return self.spec.hidden_size
-
-    @property
-    def kv_heads(self) -> int:
-        """Hkv of its key and value caches, [num_slots, Hkv, D] each."""
-        return self.spec.layer.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return self.spec.layer.head_dim
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.spec.layer.vocab_size
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """[Vd] int64, the target's id of each column of `draft_logits`; None where column i is token i."""
-        return self.weights.target_ids
+        self.hidden_size, self.vocab_size = spec.hidden_size, spec.layer.vocab_size
+        # Its key and value caches are [num_slots, kv_heads, head_dim] each.
+        self.kv_heads, self.head_dim = spec.layer.kv_heads, spec.layer.head_dim
+        # Where the target's hidden states are read: after so many layers, un-normed, or `LAST_NORM`.
+        self.taps = spec.taps
+        # [Vd] int64, the target's id of each column of `draft_logits`; None where column i is token i.
+        self.target_ids = weights.target_ids
 
     @torch.inference_mode()
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
@@ -121,7 +90,7 @@ class EagleHead:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Stores the rows' keys and values in their slots and returns the rows that logits and further rows read.
+        """Stores the rows' keys and values in their slots; the rows [T, N], new, that logits and further rows read.
 
         Args:
             hidden: [T, N] of `fuse`, or of `forward` for rows that were drafted; not changed.
@@ -130,19 +99,13 @@ class EagleHead:
             write_slots: [T] int64; a row whose slot is out of range stores nothing.
             batch: who sees what.
             key_cache, value_cache: [num_slots, Hkv, D], written.
-
-        Returns:
-            [T, N], new.
         """
         spec, weights, eps = self.spec.layer, self.weights, self.spec.layer.norm_eps
         stream, query = self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
         mixed = self._attend(query, key_cache, value_cache, batch, scale=spec.attention_scale)
         addend = linear_parts(mixed.flatten(1), weights.attention_output)
         rows = residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
-        addend = linear_parts(
-            gated_linear(rows, weights.gate_up, activation=spec.activation),
-            weights.down,
-        )
+        addend = linear_parts(gated_linear(rows, weights.gate_up, activation=spec.activation), weights.down)
         # Only the sum is wanted, and this is the operator that adds up parts in one launch.
         residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
         return stream
@@ -177,7 +140,7 @@ class EagleHead:
     @torch.inference_mode()
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of `draft_logits` [R, Vd]; -inf for tokens that the head has no row for."""
-        ids = self.weights.target_ids
+        ids = self.target_ids
         if ids is None:
             missing = self.vocab_size - logits.shape[1]
             return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
@@ -246,7 +209,7 @@ class BlockHead(EagleHead):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits of B positions behind each of n sessions, without the bias by the token before.
+        """Logits [n, B, Vd] of B positions behind each of n sessions, without the bias by the token before.
 
         Args:
             hidden: [n, N] of `fuse`, of the sessions' last rows, whose keys and values are stored.
@@ -255,9 +218,6 @@ class BlockHead(EagleHead):
             slot_table: [n, ..] int32, slots of the sessions' rows.
             key_len: [n] int32: how many.
             key_cache, value_cache: [num_slots, Hkv, D], read.
-
-        Returns:
-            [n, B, Vd].
         """
         weights, size, count = self._block, self.block_size, len(hidden)
         number = torch.arange(max(size, count + 1), dtype=torch.int32, device=hidden.device)
@@ -320,9 +280,7 @@ def load_eagle_head(
         folder: config.json and safetensors, in either layout.
         embedding: [V, N'] of the target, shared.
         output: [V, N'] the target's output layer, shared where the head has none.
-        target_layers: of the target.
         max_positions: rows of the rotary table: the longest sequence and a tree behind it.
-        attend: the attention operator.
         final_softcap: of the target's logits.
 
     Raises:

@@ -29,27 +29,16 @@ _TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSpec:
-    """One head's architecture.
-
-    Attributes:
-        layout: see above.
-        layer: the head as a Llama of one layer; its vocabulary is the target's.
-        taps: where the target's hidden states are read: after so many layers, or `LAST_NORM`.
-        draft_vocab_size: rows of the output layer.
-        has_output: whether the head has an output layer of its own; otherwise the target's is used.
-        norm_before_residual: whether the layer adds to the normed hidden state (some EAGLE-3 heads do).
-        block_size: B, positions that one pass of a block drafter answers for; 1 of a head.
-        block_rank: rank of a block drafter's bias by the token before; 0 of a head.
-    """
+    """One head's architecture."""
 
     layout: EagleLayout
-    layer: DecoderSpec
-    taps: tuple[int, ...]
-    draft_vocab_size: int
-    has_output: bool
-    norm_before_residual: bool = False
-    block_size: int = 1
-    block_rank: int = 0
+    layer: DecoderSpec  # the head as a Llama of one layer; its vocabulary is the target's
+    taps: tuple[int, ...]  # where the target's hidden states are read: after so many layers, or `LAST_NORM`
+    draft_vocab_size: int  # rows of the output layer
+    has_output: bool  # whether the head has an output layer of its own; otherwise the target's is used
+    norm_before_residual: bool = False  # whether the layer adds to the normed hidden state (some EAGLE-3 heads do)
+    block_size: int = 1  # B, positions that one pass of a block drafter answers for; 1 of a head
+    block_rank: int = 0  # rank of a block drafter's bias by the token before; 0 of a head
 
     @property
     def is_block(self) -> bool:
@@ -66,14 +55,14 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
     """The architecture of the head in `folder`.
 
     Args:
-        folder: with config.json.
-        target_layers: of the model that it drafts for.
         stored: names of its tensors.
 
     Raises:
         CheckpointError: config.json is missing or describes no head that can be served.
     """
-    document = _read_config(folder)
+    document = read_json_object(folder / "config.json")
+    if document is None:
+        raise CheckpointError(f"{folder}: no config.json; give the folder of an EAGLE head")
     layout = _layout(document, stored)
     if document.get("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{folder}: num_hidden_layers is {document['num_hidden_layers']}, 1 needed of a head")
@@ -92,13 +81,6 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
         block_size=block_size,
         block_rank=block_rank,
     )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    document = read_json_object(folder / "config.json")
-    if document is None:
-        raise CheckpointError(f"{folder}: no config.json; give the folder of an EAGLE head")
-    return document
 
 
 def _layout(document: dict[str, Any], stored: frozenset[str]) -> EagleLayout:

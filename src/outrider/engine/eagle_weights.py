@@ -28,62 +28,39 @@ _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockWeights:
-    """Weights of a block drafter beside those of a head.
+    """Weights of a block drafter beside those of a head."""
 
-    Attributes:
-        masks: [B, N], added to what enters at each position.
-        previous: [K, N], reads the embedding of the token before.
-        following: [N, K], between that and the output layer.
-        previous_table: [V, K], product of the embedding and `previous`.
-        following_table: [Vd, K], product of the output layer and `following`. A token's bias is its product with the
-            row that `previous_table` has for the token before.
-    """
-
-    masks: torch.Tensor
-    previous: torch.Tensor
-    following: torch.Tensor
-    previous_table: torch.Tensor
+    masks: torch.Tensor  # [B, N], added to what enters at each position
+    previous: torch.Tensor  # [K, N], reads the embedding of the token before
+    following: torch.Tensor  # [N, K], between that and the output layer
+    previous_table: torch.Tensor  # [V, K], product of the embedding and `previous`
+    # [Vd, K], product of the output layer and `following`. A token's bias is its product with the row that
+    # `previous_table` has for the token before.
     following_table: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EagleWeights:
-    """All weights of a head.
+    """All weights of a head."""
 
-    Attributes:
-        embedding: [V, N], the target's unless the head is of another width.
-        fc: [N, 2 N] or [N, taps N'].
-        fc_bias: [N] or None.
-        embedding_norm, hidden_norm: [N] before the attention, or None in the layout without them.
-        qkv: [(H + 2 Hkv) D, N or 2 N].
-        qkv_bias: [(H + 2 Hkv) D] or None.
-        attention_output: [N, H D].
-        feed_forward_norm: [N].
-        gate_up: [2 F, N].
-        down: [N, F].
-        final_norm: [N] before the output layer, or None.
-        output: [Vd, N].
-        target_ids: [Vd] int64, the target's id of each row of `output`; None where row i is token i.
-        rotary_table: [positions, 2, D / 2] float32.
-        block: of a block drafter, or None.
-    """
-
-    embedding: torch.Tensor
-    fc: torch.Tensor
-    fc_bias: torch.Tensor | None
+    embedding: torch.Tensor  # [V, N], the target's unless the head is of another width
+    fc: torch.Tensor  # [N, 2 N] or [N, taps N']
+    fc_bias: torch.Tensor | None  # [N] or None
+    # embedding_norm, hidden_norm: [N] before the attention, or None in the layout without them.
     embedding_norm: torch.Tensor | None
     hidden_norm: torch.Tensor | None
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    attention_output: torch.Tensor
-    feed_forward_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    final_norm: torch.Tensor | None
-    output: Weight
+    qkv: torch.Tensor  # [(H + 2 Hkv) D, N or 2 N]
+    qkv_bias: torch.Tensor | None  # [(H + 2 Hkv) D] or None
+    attention_output: torch.Tensor  # [N, H D]
+    feed_forward_norm: torch.Tensor  # [N]
+    gate_up: torch.Tensor  # [2 F, N]
+    down: torch.Tensor  # [N, F]
+    final_norm: torch.Tensor | None  # [N] before the output layer, or None
+    output: Weight  # [Vd, N]
+    # [Vd] int64, the target's id of each row of `output`; None where row i is token i.
     target_ids: torch.Tensor | None
-    rotary_table: torch.Tensor
-    block: BlockWeights | None
+    rotary_table: torch.Tensor  # [positions, 2, D / 2] float32
+    block: BlockWeights | None  # of a block drafter, or None
 
 
 def load_eagle_weights(
@@ -92,10 +69,8 @@ def load_eagle_weights(
     """A head's architecture and weights, of the dtype and on the device of `embedding`.
 
     Args:
-        folder: of the head.
         embedding: [V, N'] of the target.
         output: [V, N'] of the target.
-        target_layers: of the target.
         max_positions: rows of the rotary table.
 
     Raises:
@@ -114,11 +89,7 @@ def load_eagle_weights(
 
 
 def open_head(folder: Path) -> SafetensorsSource:
-    """A head's tensors.
-
-    Raises:
-        CheckpointError: there is no safetensors file, or it is torn.
-    """
+    """Open a head's tensors; CheckpointError where there is no safetensors file, or it is torn."""
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: no *.safetensors; other weight files can run code and are not read: "
                               "load them with torch and save them with safetensors again")  # fmt: skip

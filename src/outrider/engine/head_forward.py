@@ -29,18 +29,10 @@ class HeadInputs:
     """Features of one target, KV slots and caches that the passes of one drafter read.
 
     Args:
-        features: of the target.
         target_table: [S, ..] int32, the KV slots of the target's rows.
-        caches: KV of the drafter.
         sessions: N of the largest step.
         row_len: columns of the drafter's pool's table.
         trims: whether a step is run without padding, which waits for the device.
-
-    Attributes:
-        hidden: [slots, F] of `features`.
-        caches: as the head takes them.
-        num_slots: of the drafter.
-        pool_rows: S.
     """
 
     def __init__(
@@ -53,8 +45,10 @@ class HeadInputs:
         row_len: int,
         trims: bool,
     ) -> None:
+        # hidden: [slots, F] of `features`.
         self.hidden, self._target_table, self._trims = features.by_slot, target_table, trims
         self.caches = {"key_cache": caches.keys[0], "value_cache": caches.values[0]}
+        # pool_rows: S.
         self.num_slots, self.pool_rows = len(caches.keys[0]), len(target_table)
         self._key_slots = torch.full((sessions, row_len), -1, dtype=torch.int32, device=target_table.device)
 

@@ -19,45 +19,29 @@ _LARGEST_PREFILL = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KvCaches:
-    """Keys and values of all layers, and which position the token in each slot has.
+    """Keys and values of all layers, and which position the token in each slot has."""
 
-    Attributes:
-        keys, values: per layer [num_slots, Hkv, D].
-        positions: [num_slots] int32.
-    """
-
+    # keys, values: per layer [num_slots, Hkv, D].
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    positions: torch.Tensor
+    positions: torch.Tensor  # [num_slots] int32
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvNeighbour:
-    """Memory that another model on the same device needs.
+    """Memory that another model on the same device needs."""
 
-    Attributes:
-        fixed_bytes: whatever the number of slots: its weights and its steps.
-        bytes_per_slot: of its KV, for each slot of this model.
-    """
-
-    fixed_bytes: int = 0
-    bytes_per_slot: int = 0
+    fixed_bytes: int = 0  # whatever the number of slots: its weights and its steps
+    bytes_per_slot: int = 0  # of its KV, for each slot of this model
 
 
 class KvShape:
-    """The shape of one rank's caches.
-
-    Attributes:
-        layers: each has keys and values.
-        heads: of keys and values, on this rank.
-        head_dim: numbers of each.
-        dtype: of a number.
-    """
+    """The shape of one rank's caches."""
 
     def __init__(self, spec: DecoderSpec, config: EngineConfig) -> None:
-        self.layers = len(spec.layers)
-        self.heads = spec.kv_heads // config.tensor_parallel_size
-        self.head_dim = spec.head_dim
+        self.layers = len(spec.layers)  # each has keys and values
+        self.heads = spec.kv_heads // config.tensor_parallel_size  # of keys and values, on this rank
+        self.head_dim = spec.head_dim  # numbers of each
         self.dtype: torch.dtype = getattr(torch, config.dtype_name)
         if config.kv_cache_dtype == "fp8_e4m3":
             self.dtype = torch.float8_e4m3fn
@@ -69,11 +53,7 @@ class KvShape:
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
     def caches(self, num_slots: int, device: torch.device) -> KvCaches:
-        """Empty caches.
-
-        Raises:
-            CheckpointError: the device has no room.
-        """
+        """Allocate empty caches; CheckpointError where the device has no room."""
         free = "" if device.type == "cpu" else f", {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
         try:
             # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
@@ -102,8 +82,6 @@ def step_bytes(config: EngineConfig, spec: DecoderSpec, *, features: int = 0) ->
     """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors.
 
     Args:
-        config: settings of the model.
-        spec: its architecture.
         features: numbers of each row that are handed on to a head.
     """
     itemsize = getattr(torch, config.dtype_name).itemsize

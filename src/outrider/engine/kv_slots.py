@@ -9,56 +9,36 @@ when it is needed.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import OutOfSlots
 
+if TYPE_CHECKING:
+    from outrider.engine.prefix_cache import PrefixCache
+
 Slots = npt.NDArray[np.int32]
-
-
-class SlotLender(Protocol):
-    """Who keeps slots beside the rows, and lends them to any number of rows."""
-
-    @property
-    def unused(self) -> int:
-        """Its slots that no row borrows."""
-        ...
-
-    def give_back(self, count: int) -> Slots:
-        """Parts with `count` of its unused slots."""
-        ...
-
-    def take_return(self, row: int, length: int) -> None:
-        """The row keeps only the first `length` of what it has borrowed."""
-        ...
 
 
 class SlotTable:
     """Rows of slot numbers over one pool of slots.
 
     Args:
-        num_slots: slots of the pool.
         max_rows: sessions at a time.
         max_row_len: most slots of one row.
-
-    Raises:
-        ValueError: a size below 1.
     """
 
     def __init__(self, *, num_slots: int, max_rows: int, max_row_len: int) -> None:
-        for name, value in (("num_slots", num_slots), ("max_rows", max_rows), ("max_row_len", max_row_len)):
-            if value < 1:
-                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        assert min(num_slots, max_rows, max_row_len) >= 1
         self.max_row_len = max_row_len
         self.table: Slots = np.full((max_rows, max_row_len), -1, dtype=np.int32)
         """[max_rows, max_row_len] slot numbers; -1 at and past a row's length."""
         # A stack whose top hands out ascending numbers: consecutive slots are read without a gather.
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._free_count = num_slots
-        self.lender: SlotLender | None = None
+        self.lender: PrefixCache | None = None
         """Who lends slots to rows; at most one, who sets it."""
         self._lengths = [0] * max_rows
         self._borrowed = [0] * max_rows
@@ -92,11 +72,7 @@ class SlotTable:
         return self._borrowed[row]
 
     def extend(self, row: int, count: int) -> None:
-        """Appends `count` fresh slots to the row.
-
-        Raises:
-            OutOfSlots: the pool or the row has no room; nothing has changed.
-        """
+        """Append `count` fresh slots to the row; OutOfSlots, and no change, where the pool or the row has no room."""
         length = self._lengths[row]
         if count > self.free:
             raise OutOfSlots(f"{count} slots asked for, {self.free} of {self.num_slots} free")
@@ -126,7 +102,6 @@ class SlotTable:
         """Puts a lender's slots behind those that the row has borrowed already, in place of its own at these indices.
 
         Args:
-            row: the row.
             slots: [n] with the KV of the n tokens that follow what is borrowed; n reaches the row's end, or less.
         """
         start = self._borrowed[row]
@@ -153,7 +128,6 @@ class SlotTable:
         """Moves some of the row's slots to the front of a part of it; the others follow in order.
 
         Args:
-            row: the row.
             start: index of the first slot of the part.
             count: slots of the part.
             kept: distinct offsets; the slot at `start + kept[i]` moves to `start + i`.

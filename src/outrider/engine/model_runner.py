@@ -13,7 +13,8 @@ from outrider.engine.decoder_weights import load_output_layer
 from outrider.engine.kv_memory import KvNeighbour, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_forward import Features, PackedForward, PackedShape
-from outrider.engine.tensor_parallel import Ranks, start_ranks
+from outrider.engine.tensor_parallel_leader import start_ranks
+from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.engine.weight_reload import RunningModel, refill_decoder
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
@@ -30,20 +31,12 @@ class ModelRunner:
     """One checkpoint, loaded, with KV caches and the table of who owns which slot.
 
     Args:
-        config: see there.
         source: of the weights; by default the folder's files.
         ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
         neighbour: what is to be left of the KV memory for another model.
 
-    Attributes:
-        config: as given.
-        info: the model's card.
-        device: where weights and caches live.
-        slots: the slot table; callers extend and truncate its rows, the runner only reads it.
-        ranks: the processes that share the model.
-
     Raises:
-        CheckpointError: see `load_decoder`; also where not even one session fits the KV memory.
+        CheckpointError: as `load_decoder`; also where not even one session fits the KV memory.
     """
 
     def __init__(
@@ -84,6 +77,7 @@ class ModelRunner:
         )
         num_slots = self.ranks.least(num_slots)
         report_stage(f"KV: {num_slots:,} tokens, {num_slots * shape.bytes_per_slot / 1e9:.2f} GB")
+        # Callers extend and truncate its rows, the runner only reads it.
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
         self._caches = shape.caches(num_slots, self.device)
 
@@ -164,7 +158,6 @@ class ModelRunner:
         """Return the forward pass over rows that a pool has packed, for steps of so many sessions at most.
 
         Args:
-            sessions: most sessions of a step.
             features: hidden rows that every pass of this rank writes, for a head beside the model.
 
         Raises:

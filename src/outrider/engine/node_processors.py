@@ -14,15 +14,7 @@ TokenIds = Sequence[int] | npt.NDArray[np.int32]
 def describe_processors(
     processors: NodeProcessors, row: int, spec: SamplingSpec, prompt: TokenIds, output: TokenIds
 ) -> None:
-    """Write the columns of a row that no launched step uses, on the current stream; the host may wait for that.
-
-    Args:
-        processors: of the rows.
-        row: the session's.
-        spec: parameters of the request.
-        prompt: token ids.
-        output: tokens committed so far.
-    """
+    """Write the columns of a row that no launched step uses, on the current stream; the host may wait for that."""
     processors.describe(
         row,
         repetition=spec.repetition_penalty,

@@ -31,17 +31,12 @@ _FIXED_SPLIT_KEYS, _MOST_FIXED_SPLITS, _FIXED_QUERY_LEN = 1024, 16, 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Features:
-    """Hidden states of a model by the KV slot of their row, for a head that drafts from them.
+    """Hidden states of a model by the KV slot of their row, for a head that drafts from them."""
 
-    Attributes:
-        layers: where they are read, as in `DecoderInputs.feature_layers`.
-        fuse: [T, F] of these layers, side by side, to the [T, N'] that the head reads.
-        by_slot: [num_slots + 1, N'], written by every pass; the last row is that of padding.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # where they are read, as in `DecoderInputs.feature_layers`
+    # [T, F] of these layers, side by side, to the [T, N'] that the head reads.
     fuse: Callable[[torch.Tensor], torch.Tensor]
-    by_slot: torch.Tensor
+    by_slot: torch.Tensor  # [num_slots + 1, N'], written by every pass; the last row is that of padding
 
 
 class ForwardPass(Protocol):
@@ -54,32 +49,22 @@ class ForwardPass(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShape:
-    """Shape of a pass, as another rank has to know it.
+    """Shape of a pass, as another rank has to know it."""
 
-    Attributes:
-        rows: R.
-        sessions: N.
-        mask_words: W.
-        lines: L, the first rows.
-        most: bound of the rows of one session.
-        graph: number of the graph that is captured, or run if it has been; None for a pass without one.
-        count: rows without padding, of a pass that computes none.
-    """
-
-    rows: int
-    sessions: int
-    mask_words: int
-    lines: int
-    most: int
+    rows: int  # R
+    sessions: int  # N
+    mask_words: int  # W
+    lines: int  # L, the first rows
+    most: int  # bound of the rows of one session
+    # Number of the graph that is captured, or run if it has been; None for a pass without one.
     graph: int | None = None
-    count: int | None = None
+    count: int | None = None  # rows without padding, of a pass that computes none
 
 
 class PackedForward:
     """The forward pass of one model with its caches.
 
     Args:
-        decoder: the model.
         caches: its KV, written.
         sessions: N of the largest step.
         row_len: columns of the pool's table.
@@ -88,10 +73,6 @@ class PackedForward:
         trims: whether a step is run without padding, which waits for the device to tell how large it is; otherwise
             launches depend on its bucket alone.
         features: written by every pass of this rank; None where no head reads them.
-
-    Attributes:
-        ranks: as given.
-        dtype: of the logits.
     """
 
     def __init__(
@@ -123,7 +104,7 @@ class PackedForward:
     def logits(
         self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int, count: int | None = None
     ) -> torch.Tensor:
-        """Store the rows' keys and values, and return the wanted logits.
+        """Store the rows' keys and values, and return the wanted logits [L, V] in the model's dtype.
 
         Args:
             packed: the step.
@@ -131,9 +112,6 @@ class PackedForward:
             rows: [L] int64, rows of the step; with several ranks the first ones, in order.
             most: bound of the rows of one session.
             count: rows of the step without padding; where it is not known, padding takes part.
-
-        Returns:
-            [L, V] in the model's dtype.
         """
         if self._trims:
             count = int(packed.query_start[-1]) if count is None else count
@@ -153,11 +131,7 @@ class PackedForward:
         """Have the other ranks run the next pass, which is run within what is returned.
 
         Args:
-            packed: as `logits` takes it.
-            lines: L.
-            most: as `logits` takes it.
             graph: see `PackedShape`.
-            count: as `logits` takes it.
 
         Raises:
             WorkerUnavailable: another rank was lost; also as it is left.

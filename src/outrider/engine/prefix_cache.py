@@ -20,28 +20,18 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class _Edge:
-    """n tokens that follow their parent's, and their slots.
-
-    Attributes:
-        parent: the edge before; None for the root, and for an edge that is gone.
-        start: tokens before this edge.
-        tokens: [n]
-        slots: [n]
-        children: by their first token.
-        users: rows whose borrowed path goes through here.
-        used_at: when a row last left it, on the cache's own clock.
-    """
+    """n tokens that follow their parent's, and their slots."""
 
     __slots__ = ("children", "parent", "slots", "start", "tokens", "used_at", "users")
 
     def __init__(self, parent: "_Edge | None", start: int, tokens: TokenIds, slots: Slots) -> None:
-        self.parent = parent
+        self.parent = parent  # the edge before; None for the root, and for an edge that is gone
         self.start = start
         self.tokens = tokens
         self.slots = slots
-        self.children: dict[int, _Edge] = {}
-        self.users = 0
-        self.used_at = 0
+        self.children: dict[int, _Edge] = {}  # by their first token
+        self.users = 0  # rows whose borrowed path goes through here
+        self.used_at = 0  # when a row last left it, on the cache's own clock
 
     @property
     def end(self) -> int:
@@ -62,17 +52,12 @@ class PrefixCache:
         self._slots = slots
         self._root = _Edge(None, 0, np.empty(0, np.int32), np.empty(0, np.int32))
         self._held = [self._root] * len(slots.table)
-        self._unused = 0
+        self.unused = 0  # slots that no row borrows
         self._edges = 0
         self._clock = 0
         # Least recently used first: (used_at, number, edge). Entries of edges that changed since are passed over.
         self._leaves: list[tuple[int, int, _Edge]] = []
         self._pushes = 0
-
-    @property
-    def unused(self) -> int:
-        """Slots that no row borrows."""
-        return self._unused
 
     @property
     def size(self) -> int:
@@ -82,12 +67,7 @@ class PrefixCache:
     def take(self, row: int, tokens: TokenIds) -> int:
         """Gives the row the KV of the longest known beginning of `tokens`, if that is more than the row has.
 
-        Args:
-            row: its slots, if any, are those of the first of the tokens.
-            tokens: [n]
-
-        Returns:
-            The row's length, at most n unless it was more before.
+        The row's slots, if any, are those of the first of the tokens. Returns its length then.
         """
         edge, length = self._match(tokens)
         had = self._slots.length(row)
@@ -106,11 +86,8 @@ class PrefixCache:
     def keep(self, row: int, tokens: TokenIds) -> None:
         """Remembers what the row has computed; it goes on with borrowed slots.
 
-        Where the same tokens were known already, the row takes their slots and its own become free.
-
-        Args:
-            row: every slot of it has KV.
-            tokens: [length of the row]
+        Where the same tokens were known already, the row takes their slots and its own become free. Every slot of the
+        row has KV, and there are as many tokens.
         """
         position = self._slots.borrowed(row)
         assert len(tokens) == self._slots.length(row), "a row has as many tokens as slots"
@@ -128,10 +105,6 @@ class PrefixCache:
         """Remembers what the row has computed of its first tokens, and leaves its slots where they are.
 
         Where another has remembered some of them meanwhile, nothing changes.
-
-        Args:
-            row: its first slots have the KV of the tokens; there may be more.
-            tokens: [n]
         """
         position, edge = self._slots.borrowed(row), self._held[row]
         if position >= len(tokens) or int(tokens[position]) in edge.children:
@@ -156,13 +129,9 @@ class PrefixCache:
         self._held[row] = edge
 
     def give_back(self, count: int) -> Slots:
-        """Forgets `count` unused slots, the least recently used ones, and parts with them.
-
-        Raises:
-            AssertionError: fewer are unused.
-        """
-        assert count <= self._unused, f"{count} slots wanted of {self._unused} unused ones"
-        self._unused -= count
+        """Forget `count` unused slots, the least recently used ones, and part with them."""
+        assert count <= self.unused, f"{count} slots wanted of {self.unused} unused ones"
+        self.unused -= count
         parts: list[Slots] = []
         while count:
             used_at, _, edge = heapq.heappop(self._leaves)
@@ -215,13 +184,13 @@ class PrefixCache:
 
     def _enter(self, edge: _Edge) -> None:
         if not edge.users:
-            self._unused -= len(edge.tokens)
+            self.unused -= len(edge.tokens)
         edge.users += 1
 
     def _leave(self, edge: _Edge) -> None:
         edge.users -= 1
         if not edge.users:
-            self._unused += len(edge.tokens)
+            self.unused += len(edge.tokens)
             edge.used_at = self._clock
             self._push(edge)
 

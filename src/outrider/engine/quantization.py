@@ -23,11 +23,7 @@ _FOREIGN = ("kv_cache_scheme", "sparsity_config", "transform_config")
 
 
 def check_quantization(folder: Path, given: Any) -> None:
-    """Holds a `quantization_config` against what is served.
-
-    Raises:
-        CheckpointError: it is something else, with what works.
-    """
+    """Raise CheckpointError for a `quantization_config` that is not served, with what works."""
     found = _unserved(given) if isinstance(given, Mapping) else f"quantization_config {given!r}"
     if found is not None:
         raise CheckpointError(f"{folder}: quantised weights with {found} are not served; these are: {_SERVED}")

@@ -23,15 +23,10 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """One kind of rotary embedding.
+    """One kind of rotary embedding."""
 
-    Attributes:
-        frequencies: D / 2 of them, float32 values.
-        scaling: factor of cosine and sine.
-    """
-
-    frequencies: tuple[float, ...]
-    scaling: float
+    frequencies: tuple[float, ...]  # D / 2 of them, float32 values
+    scaling: float  # factor of cosine and sine
 
     def table(self, positions: int) -> torch.Tensor:
         """Cosines and sines of the positions from 0 on, [positions, 2, D / 2] float32 on the CPU."""

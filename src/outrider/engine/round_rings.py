@@ -44,18 +44,12 @@ class RingMemory:
     """Memory that host and device share.
 
     A buffer's first word is the number of its round, counted from 1, and valid last.
-
-    Attributes:
-        ring: [R, 8] int32, records; record i stands at i mod R.
-        head: [1] int64, records ever written.
-        early: [A, 1 + E] int64, early words behind the number of the round.
-        reports: [B, 2 + N] int64, reports behind the number of the round and the tail.
     """
 
-    ring: torch.Tensor
-    head: torch.Tensor
-    early: torch.Tensor
-    reports: torch.Tensor
+    ring: torch.Tensor  # [R, 8] int32, records; record i stands at i mod R
+    head: torch.Tensor  # [1] int64, records ever written
+    early: torch.Tensor  # [A, 1 + E] int64, early words behind the number of the round
+    reports: torch.Tensor  # [B, 2 + N] int64, reports behind the number of the round and the tail
 
     @classmethod
     def allocate(cls, *, records: int, early_words: int, report_words: int, pinned: bool, ahead: int = 2) -> RingMemory:
@@ -105,11 +99,7 @@ class Inbox:
     """Rows, the ring, and a queue of records that it has no room for. For the thread of `Rounds`.
 
     Args:
-        memory: the rings.
         rows: S, rows of the pool.
-
-    Raises:
-        ValueError: a ring that urgent records of all rows could fill.
     """
 
     def __init__(self, memory: RingMemory, *, rows: int) -> None:
@@ -117,8 +107,7 @@ class Inbox:
         self._head_word: Any = memory.head.numpy()
         self._size = memory.ring.shape[0]
         self._reserve = len(_URGENT) * rows
-        if self._size <= self._reserve:
-            raise ValueError(f"ring: {self._size} records given, more than {self._reserve} needed for {rows} rows")
+        assert self._size > self._reserve, "urgent records of all rows could fill the ring"
         self._head = self._tail = 0
         self._free = deque(range(rows))
         self._generations = [0] * rows
@@ -147,9 +136,6 @@ class Inbox:
 
         Args:
             records: [n, 8] int32, in the order of each session; kept, not copied.
-
-        Raises:
-            ValueError: a PREEMPT before the last one's release, or a second OPEN.
         """
         begin = 0
         for place in np.flatnonzero(_IS_URGENT[records[:, 0] & 0xFF]).tolist():
@@ -192,8 +178,7 @@ class Inbox:
         if session is None or session.generation != generation:
             return
         if kind in session.in_ring:
-            if kind != RecordKind.LIMITS:
-                raise ValueError(f"row {row}: {RecordKind(kind).name} before the last was reported")
+            assert kind == RecordKind.LIMITS, f"row {row}: {RecordKind(kind).name} before the last was reported"
             session.limits = record
             return
         if kind == RecordKind.CLOSE:

@@ -23,7 +23,7 @@ from outrider.kernels.linear.residual_norm import residual_norm
 
 logger = logging.getLogger(__name__)
 
-# What is waited for is watched by `outrider.engine.tensor_parallel`; this only ends ranks that nobody watches.
+# What is waited for is watched by `outrider.engine.tensor_parallel_leader`; this only ends ranks that nobody watches.
 _TIMEOUT = timedelta(minutes=30)
 _ALIGNMENT = 128
 # Rows that are summed and normed in one launch: those of a step of one large tree.
@@ -37,35 +37,22 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """How ranks find each other.
+    """How ranks find each other."""
 
-    Attributes:
-        rank: of this process, 0 to world_size - 1.
-        world_size: W.
-        store_path: a file on this host, new for every group, in a folder that only its user may enter.
-    """
-
-    rank: int
+    rank: int  # of this process, 0 to world_size - 1
     world_size: int
-    store_path: str
+    store_path: str  # a file on this host, new for every group, in a folder that only its user may enter
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumOptions:
-    """How ranks add up; the same on all.
+    """How ranks add up; the same on all."""
 
-    Attributes:
-        letter_bytes: of the largest sum that goes through mailboxes; none with 0.
-        gathered_bytes: of the largest matrix of logits that does.
-        hidden_size: N.
-        dtype: of the hidden rows: sums may be rounded to it on their way.
-        fixed: every sum in one order and unrounded, however many rows: what does not fit is sent in pieces.
-    """
-
-    letter_bytes: int
-    gathered_bytes: int
-    hidden_size: int
-    dtype: torch.dtype
+    letter_bytes: int  # of the largest sum that goes through mailboxes; none with 0
+    gathered_bytes: int  # of the largest matrix of logits that does
+    hidden_size: int  # N
+    dtype: torch.dtype  # of the hidden rows: sums may be rounded to it on their way
+    # Every sum in one order and unrounded, however many rows: what does not fit is sent in pieces.
     fixed: bool = False
 
 
@@ -114,13 +101,7 @@ class Collectives:
 
 
 def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> Collectives:
-    """Joins the other ranks.
-
-    Args:
-        meeting: where.
-        device: of this rank.
-        options: how they add up.
-    """
+    """Joins the other ranks."""
     os.environ.update(_NO_MULTICAST | _NO_ABORT)
     for name, value in _LOOPBACK.items():
         os.environ.setdefault(name, value)
@@ -145,9 +126,7 @@ def share_mailboxes(meeting: Meeting, store: Store, device: torch.device, option
 
     Args:
         meeting: where they have joined each other.
-        store: of that meeting.
         device: of this rank, with its index; two ranks may have one GPU.
-        options: how they add up.
     """
     layout = MailboxLayout(
         world_size=meeting.world_size,
@@ -229,7 +208,6 @@ class CudaCollectives(Collectives):
 
     Args:
         mailbox: of this rank; None where GPUs cannot reach each other's memory.
-        options: how ranks add up.
     """
 
     def __init__(self, mailbox: Mailbox | None, options: SumOptions) -> None:

@@ -1,4 +1,16 @@
-"""Rank 0 of a tensor-parallel model: starts the others, has them run what it runs, and notices when one is lost."""
+"""Several processes of one host that run one model: this process leads, the others follow.
+
+    leader     rank 0, the worker itself: plans, chooses, answers. Sends every command to all followers, then runs it
+    follower   ranks 1 to N - 1, `python -m outrider.engine.tensor_parallel_rank`: runs the same commands in the same
+               order on its own part of the model, on its own GPU
+
+    leader   start_ranks ─────────── least(slots) ── connect ── lead("packed", shape) ... ── close
+    follower    started with a setup ── least(slots) ── connect ── follow: packed(shape) ...
+
+Commands go over one socket pair a follower. It ends with the process at its other end however that ended, and so does
+the follower's standard input: a rank that dies is noticed at once, by whoever is left. The leader then ends the other
+followers, lets go what waits for them on the device, and fails with the reason.
+"""
 
 import contextlib
 import logging
@@ -15,11 +27,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.config import EngineConfig
+from outrider.engine.decoder_weights import check_world_size
 from outrider.engine.tensor_parallel_collectives import Collectives, Meeting, SumOptions, connect
 from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Ranks, Setup, rank_device
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError, OutriderError, WorkerUnavailable
+from outrider.roles.role_process import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +49,7 @@ _LOAD_NOTICE_S = 60.0
 
 
 class Leader(Ranks):
-    """Rank 0's side.
-
-    Attributes:
-        failed: cancelled when all ended as they should.
-    """
+    """Rank 0's side; `failed` is cancelled when all ended as they should."""
 
     def __init__(self, config: EngineConfig, source: WeightSource | None) -> None:
         super().__init__(rank_device(config, 0), world_size=config.tensor_parallel_size)
@@ -94,11 +107,7 @@ class Leader(Ranks):
         return self._collectives
 
     def lead(self, name: str, payload: object = None) -> None:
-        """Sends a command to all followers.
-
-        Raises:
-            WorkerUnavailable: a rank is lost.
-        """
+        """Send a command to all followers; WorkerUnavailable where one is lost."""
         self._raise_if_failed()
         self._send((name, payload))
 
@@ -215,17 +224,13 @@ class _Process:
                 [sys.executable, "-m", "outrider.engine.tensor_parallel_rank", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env=_environment(),
+                env=child_environment(),
                 # Ctrl-C at the terminal reaches the leader alone, which then ends the followers.
                 start_new_session=True,
             )
         self.connection.send(setup)
+        self.pid = self._process.pid
         logger.info("tensor-parallel rank %d is process %d", self.rank, self.pid)
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        return self._process.pid
 
     def ending(self) -> str:
         """How the process ended, a moment after its end was noticed."""
@@ -256,7 +261,22 @@ class _Process:
         self._process.kill()
 
 
-def _environment() -> dict[str, str]:
-    # Followers use this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+def start_ranks(config: EngineConfig, source: WeightSource | None = None) -> Ranks:
+    """Starts the followers of `config.tensor_parallel_size` ranks; they load while the leader does.
+
+    Args:
+        source: of its weights, which can be pickled; by default the files of the checkpoint.
+
+    Raises:
+        CheckpointError: the model does not divide into so many parts, or there are fewer GPUs.
+    """
+    wanted = config.tensor_parallel_size
+    if wanted == 1:
+        return Ranks(torch.device(config.device))
+    check_world_size(read_checkpoint(config)[0], wanted)
+    if config.device == "cuda" and torch.cuda.device_count() < wanted:
+        raise CheckpointError(
+            f"--tensor-parallel-size {wanted} given, {torch.cuda.device_count()} GPUs are here "
+            "(CUDA_VISIBLE_DEVICES may hide others)"
+        )
+    return Leader(config, source)

@@ -87,7 +87,8 @@ def main() -> None:
     except BaseException as error:
         logger.exception("this rank ends")
         with contextlib.suppress(OSError):
-            connection.send(("refused" if isinstance(error, OutriderError) else "broken", _told(error)))
+            is_refusal = isinstance(error, OutriderError)
+            connection.send(("refused", str(error)) if is_refusal else ("broken", f"{type(error).__name__}: {error}"))
         code = 1
     else:
         code = 0
@@ -108,10 +109,6 @@ def _run(connection: Connection, setup: Setup) -> None:
         torch.cuda.set_device(ranks.device)
     runner = ModelRunner(setup.config, source=setup.source, ranks=ranks)
     ranks.follow(runner.commands())
-
-
-def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, OutriderError) else f"{type(error).__name__}: {error}"
 
 
 def _end_with_the_leader() -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a tensor-parallel model are to each other (see `outrider.engine.tensor_parallel`)."""
+"""What the processes of a tensor-parallel model are to each other (see `outrider.engine.tensor_parallel_leader`)."""
 
 import contextlib
 from concurrent.futures import Future
@@ -16,18 +16,11 @@ STEP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a follower is told first.
+    """What a follower is told first."""
 
-    Attributes:
-        meeting: where it meets the others, with its rank.
-        config: of the model; its device names no number.
-        source: of its weights; None for the files of the checkpoint.
-        log_level: of the root logger.
-    """
-
-    meeting: Meeting
+    meeting: Meeting  # where it meets the others, with its rank
     config: EngineConfig
-    source: WeightSource | None
+    source: WeightSource | None  # of its weights; None for the files of the checkpoint
     log_level: int
 
 
@@ -37,18 +30,12 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 class Ranks:
-    """One rank's way to the others; here that of a process that runs the whole model.
-
-    Attributes:
-        rank: of this process.
-        world_size: ranks of the model.
-        device: of this rank.
-        failed: done with the reason once another rank is lost.
-    """
+    """One rank's way to the others; here that of a process that runs the whole model."""
 
     def __init__(self, device: torch.device, *, rank: int = 0, world_size: int = 1) -> None:
+        # world_size: ranks of the model.
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.failed: Future[None] = Future()
+        self.failed: Future[None] = Future()  # done with the reason once another rank is lost
         self._collectives: Collectives | None = None
 
     def least(self, value: int) -> int:

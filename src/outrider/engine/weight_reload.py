@@ -39,24 +39,14 @@ _CARD_FIELDS = ("vocab_size", "tokenizer_hash", "eos_token_ids", "max_model_len"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedWeights:
-    """Weights that a model could run with.
-
-    Attributes:
-        folder: of the checkpoint.
-        version: see `outrider.engine.weight_version`.
-        stamps: of its files when they were read.
-    """
+    """Weights that a model could run with."""
 
     folder: Path
     version: str
-    stamps: Stamps
+    stamps: Stamps  # of its files when they were read
 
     def check_unchanged(self) -> None:
-        """Whether the folder still holds what was checked.
-
-        Raises:
-            CheckpointError: a file has been written or replaced since.
-        """
+        """Raise CheckpointError where a file of the folder has been written or replaced since it was checked."""
         if file_stamps(self.folder) != self.stamps:
             raise CheckpointError(f"{self.folder}: its files have changed since they were checked; ask again once it "
                                   "is written")  # fmt: skip
@@ -64,14 +54,7 @@ class CheckedWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningModel:
-    """What runs, as far as other weights have to fit it.
-
-    Attributes:
-        config: it was loaded with.
-        card: of it.
-        spec: its architecture.
-        weights: those that it runs with.
-    """
+    """What runs, as far as other weights have to fit it."""
 
     config: EngineConfig
     card: ModelCard
@@ -117,11 +100,7 @@ def refill_decoder(
     """Copies a rank's part of other weights into the decoder's tensors.
 
     Args:
-        weights: that the decoder reads.
         source: of the others, which `check_weights` has found to fit.
-        spec: the architecture.
-        dtype: as the weights were loaded.
-        quantized: likewise.
         output_layer: [V, N] as `load_output_layer` has given it; None where nothing uses one.
 
     Raises:

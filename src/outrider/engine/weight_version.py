@@ -31,11 +31,7 @@ Stamps = tuple[tuple[str, int, int, int], ...]
 
 
 def weights_version(folder: Path) -> str:
-    """The digest of a checkpoint folder, as hexadecimal digits.
-
-    Raises:
-        CheckpointError: a file is missing or is no safetensors file.
-    """
+    """Return the digest of a checkpoint folder, hexadecimal; CheckpointError where a file is missing or none."""
     digest = hashlib.sha256()
     # The pool ends first: nothing is closed while it is read.
     with contextlib.ExitStack() as files, ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-version") as pool:
@@ -49,11 +45,7 @@ def weights_version(folder: Path) -> str:
 
 
 def file_stamps(folder: Path) -> Stamps:
-    """What shows that a folder's files have changed since.
-
-    Raises:
-        CheckpointError: a file is missing.
-    """
+    """Return what shows that a folder's files have changed since."""
     described = [name for name in _DESCRIPTIONS if (folder / name).is_file()]
     stamps = []
     for file in [*SafetensorsSource(folder).files, *described]:

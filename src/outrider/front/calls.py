@@ -25,8 +25,6 @@ class Call:
     """The way back to whoever has called; any thread may use it.
 
     Args:
-        calls: that it is one of.
-        number: of its frames.
         traceparent: that it came with; empty where it came with none.
     """
 
@@ -64,7 +62,6 @@ class Calls(Generic[CommandT]):
 
     Args:
         data: the socket to the front process.
-        service: whose methods are called.
         handlers: by method name, makes what handles a call.
     """
 
@@ -111,7 +108,6 @@ class SessionStream(ABC, Generic[CommandT]):
     """A coordinator's stream of commands for its sessions; a `CallHandler`.
 
     Args:
-        call: the stream.
         role: of the worker, as traces name it.
         message_type: of its messages, which tell of opens and closes as `DraftCommands` and `RoundCommands` do.
     """

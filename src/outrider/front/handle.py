@@ -29,6 +29,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from outrider.errors import CertificateError, OutriderError, WorkerUnavailable
 from outrider.roles.log_output import JsonFormatter
+from outrider.roles.role_process import child_environment
 from outrider.rpc import status_of
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -46,15 +47,9 @@ class Front:
     """A gRPC server in a process of its own; used as a `RoleServer` is.
 
     Args:
-        service: whose calls it takes.
         role: of the worker, as its log names it.
         address: host:port to bind; port 0 takes a free one.
         tls: None serves in the clear.
-
-    Attributes:
-        address: with the port that was bound, once it listens.
-        data: the socket that frames pass through (`frames`).
-        failed: done when the process has ended unasked.
     """
 
     def __init__(
@@ -65,13 +60,14 @@ class Front:
         address: str,
         tls: TlsConfig | None = None,
     ) -> None:
-        self.address = address
+        self.address = address  # with the port that was bound, once it listens
         self._tls = tls
         methods = [(method.name, method.client_streaming) for method in service.methods]
         self._setup = {"service": service.full_name, "methods": methods, "role": role.value}
-        self.failed: Future[None] = Future()
+        self.failed: Future[None] = Future()  # done when the process has ended unasked
         # It is waited for more than once, and running futures cannot be cancelled by whoever stops.
         self.failed.set_running_or_notify_cancel()
+        # data: the socket that frames pass through (`frames`).
         self.data, self._their_data = socket.socketpair()
         for end in (self.data, self._their_data):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -166,7 +162,7 @@ class Front:
                 [sys.executable, "-m", "outrider.front.process", *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                env=_environment(),
+                env=child_environment(),
                 # Ctrl-C at the terminal reaches the worker alone, which then ends this process.
                 start_new_session=True,
             )
@@ -201,9 +197,3 @@ class Front:
             return "the process that speaks to coordinators has closed its connection"
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the process that speaks to coordinators {how}"
-
-
-def _environment() -> dict[str, str]:
-    # It uses this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).absolute().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

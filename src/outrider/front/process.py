@@ -48,7 +48,6 @@ class Relay(asyncio.Protocol):
     left. What the worker does not read is not read here.
 
     Args:
-        service: full name.
         methods: name of each method, and whether it is a stream both ways; the others have one message each way.
         most_waiting: messages of a stream that may wait here before its sessions rest; writing takes its time where all
             is well, too.

@@ -44,8 +44,6 @@ class GrammarCompiler:
         """Begins to compile, if that has not been done.
 
         Args:
-            grammar: of the library.
-            end_ids: end-of-sequence tokens.
             on_ready: called when the result is there, on another thread or at once.
 
         Returns:

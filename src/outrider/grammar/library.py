@@ -31,11 +31,7 @@ class GrammarError(ValueError):
 
 
 def llguidance() -> Any:
-    """The library.
-
-    Raises:
-        GrammarUnsupported: it is not installed.
-    """
+    """Return the library; GrammarUnsupported where it is not installed."""
     try:
         import llguidance as library
     except ImportError as error:
@@ -44,15 +40,7 @@ def llguidance() -> Any:
 
 
 def new_matcher(tokenizer: Any, grammar: str) -> Any:
-    """An `LLMatcher` at the beginning of an output.
-
-    Args:
-        tokenizer: an `LLTokenizer`.
-        grammar: of the library.
-
-    Raises:
-        GrammarError: it is wrong, or too large.
-    """
+    """Return an `LLMatcher` at the beginning of an output; GrammarError for a grammar that is wrong, or too large."""
     library = llguidance()
     matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=library.LLParserLimits(**_LIMITS))
     if matcher.is_error():

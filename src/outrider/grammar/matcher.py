@@ -26,12 +26,6 @@ class SessionGrammar:
 
     Args:
         compiled: the matcher at the output's beginning, of `GrammarCompiler.start`.
-        end_ids: end-of-sequence tokens.
-
-    Attributes:
-        fault: why the committed output cannot be followed any further.
-        unfollowed: nodes of the last tree whose row says nothing, because following one of them became too costly. A
-            walk has to end with the first of them.
     """
 
     def __init__(self, compiled: Future[Any], end_ids: Sequence[int]) -> None:
@@ -41,7 +35,9 @@ class SessionGrammar:
         # The committed output as far as it is looked at: to its end-of-sequence token, which the matcher never sees.
         self._output: list[int] = []
         self._has_ended = False
-        self.fault: str | None = None
+        self.fault: str | None = None  # why the committed output cannot be followed any further
+        # Nodes of the last tree whose row says nothing, because following one of them became too costly. A walk has to
+        # end with the first of them.
         self.unfollowed: frozenset[int] = frozenset()
 
     @property

@@ -4,11 +4,9 @@ Beyond loopback it takes TLS, and then whoever reads has to show a certificate o
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import ssl
-from collections.abc import Callable
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -44,7 +42,6 @@ class MetricsEndpoint:
 
     Args:
         describe: the role's values; called in the thread that serves unless `on_loop` has wrapped it.
-        host: to listen on.
         port: 0 takes a free one.
         tls: None serves in the clear.
 
@@ -91,18 +88,10 @@ class MetricsEndpoint:
 def on_loop(describe: Describe, loop: asyncio.AbstractEventLoop) -> Describe:
     """The same, where the values belong to an event loop: they are read there, formatted where they are asked for."""
 
+    async def describe_there(families: Families) -> None:
+        describe(families)
+
     def read(families: Families) -> None:
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-        loop.call_soon_threadsafe(_settle, done, lambda: describe(families))
-        done.result(timeout=_READ_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(describe_there(families), loop).result(timeout=_READ_TIMEOUT_S)
 
     return read
-
-
-def _settle(done: "concurrent.futures.Future[None]", work: Callable[[], None]) -> None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - handed on to who asked
-        done.set_exception(error)
-    else:
-        done.set_result(None)

@@ -58,11 +58,7 @@ Describe = Callable[[Families], None]
 
 
 class RoleCollector(Collector):
-    """A role's values, read when they are asked for.
-
-    Args:
-        describe: puts them into families.
-    """
+    """A role's values, read when they are asked for."""
 
     def __init__(self, describe: Describe) -> None:
         self._describe = describe

@@ -15,7 +15,6 @@ class Histogram:
 
     Attributes:
         counts: one more than the bounds: the last is of what is above all of them.
-        total: sum of the values.
     """
 
     __slots__ = ("bounds", "counts", "total", "unit")

@@ -9,20 +9,12 @@ from outrider.metrics.histogram import Histogram, step_seconds
 
 @dataclass(kw_only=True)
 class StepCounts:
-    """Counters since start; only the thread that runs the model writes them.
+    """Counters since start; only the thread that runs the model writes them."""
 
-    Attributes:
-        verify_steps: steps that were asked for: verifications of a target, growth of a draft.
-        prefill_steps: steps of a prompt alone.
-        rows: of all forwards: nodes, roots and prefill tokens.
-        sessions: of all steps.
-        busy_ns: that steps took.
-    """
-
-    verify_steps: int = 0
-    prefill_steps: int = 0
-    rows: int = 0
-    sessions: int = 0
+    verify_steps: int = 0  # steps that were asked for: verifications of a target, growth of a draft
+    prefill_steps: int = 0  # steps of a prompt alone
+    rows: int = 0  # of all forwards: nodes, roots and prefill tokens
+    sessions: int = 0  # of all steps
     busy_ns: int = 0
     step: Histogram = field(default_factory=step_seconds)
     forward: Histogram = field(default_factory=step_seconds)
@@ -40,22 +32,13 @@ class StepCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGauges:
-    """How full a worker is.
-
-    Attributes:
-        sessions: open.
-        slots_used: KV slots that sessions hold.
-        slots_cached: that are kept for those that begin alike.
-        slots_total: of all.
-        waiting: messages or commands that wait for the model.
-        step_age_s: how long the step that runs has been running.
-    """
+    """How full a worker is."""
 
     sessions: int
-    slots_used: int
-    slots_cached: int
+    slots_used: int  # KV slots that sessions hold
+    slots_cached: int  # that are kept for those that begin alike
     slots_total: int
-    waiting: int
+    waiting: int  # messages or commands that wait for the model
     step_age_s: float
 
 

@@ -1,17 +1,13 @@
 """`outrider widen`. Torch is imported when it runs: the other commands start quickly."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.models import embedded_block_path, embedded_draft_path, embedded_eagle_path, embedded_target_path
-
-if TYPE_CHECKING:
-    from outrider.models.widen import CheckpointPlan, WidenedModel
 
 # One shard is in memory at a time. A layer of the largest shape fits in; its vocabulary matrix is a shard alone.
 _MAX_SHARD_BYTES = 2_000_000_000
@@ -51,7 +47,13 @@ def widen(
     """Write a small target, draft or head as a checkpoint of a large Llama shape that computes the same logits."""
     import torch
 
-    from outrider.models.widen import check_destination, load_small, plan_checkpoint, shape_with_heads_of
+    from outrider.models.widen import (
+        check_destination,
+        load_small,
+        plan_checkpoint,
+        shape_with_heads_of,
+        write_checkpoint,
+    )
     from outrider.models.widened_eagle import WidenedEagle
     from outrider.models.widened_weights import WidenedLlama
 
@@ -75,7 +77,7 @@ def widen(
     config, weights = load_small(llama)
     large = shape_with_heads_of(shape, config["head_dim"])
     wide = WidenedLlama(config, weights, large, **options)
-    model: WidenedModel = wide
+    model: WidenedLlama | WidenedEagle = wide
     if is_head:
         embedding = weights["model.embed_tokens.weight"]
         model = WidenedEagle(*load_small(source), target=config, embedding=embedding, shape=large, **options)
@@ -85,8 +87,6 @@ def widen(
     check_destination(folder, plan)
 
     def compare(written: Path) -> None:
-        if check == "none":
-            return
         from outrider.models.widen_check import check_checkpoint, check_tokens
 
         if is_head:
@@ -100,35 +100,18 @@ def widen(
         report.raise_if_wrong()
         console.print(f"checked {'layer by layer' if check == 'layers' else 'as a whole'}: {report}")
 
-    _write(model, source, folder, plan, before_publishing=compare, console=console)
-    typer.echo(folder)
-
-
-def _write(
-    model: "WidenedModel",
-    source: Path,
-    folder: Path,
-    plan: "CheckpointPlan",
-    *,
-    before_publishing: Callable[[Path], None],
-    console: Console,
-) -> None:
-    from outrider.models.widen import write_checkpoint
-
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("writing", total=plan.weight_bytes)
 
         def written(partial: Path) -> None:
             progress.update(task, description="written, checking")
-            before_publishing(partial)
+            if check != "none":
+                compare(partial)
             progress.update(task, description="written")
 
-        write_checkpoint(
-            model,
-            source,
-            folder,
-            plan,
-            before_publishing=written,
-            on_written=lambda count: progress.advance(task, count),
-        )
+        def on_written(count: int) -> None:
+            progress.advance(task, count)
+
+        write_checkpoint(model, source, folder, plan, before_publishing=written, on_written=on_written)
+    typer.echo(folder)

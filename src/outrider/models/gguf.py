@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 from outrider.errors import CheckpointError, MissingPackage, OutriderError
 
 _NEEDED = ("gguf", "accelerate")
-_CHUNK_BYTES = 1 << 22
 # llama is also what Mistral's files say.
 _SERVED = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 _ARCHITECTURE, _STRING = "general.architecture", 8
@@ -35,11 +34,7 @@ def cache_folder() -> Path:
 
 
 def check_architecture(file: Path) -> None:
-    """Check that the first bytes of a file name an architecture that is served.
-
-    Raises:
-        CheckpointError: they do not.
-    """
+    """Raise CheckpointError unless the first bytes of a file name an architecture that is served."""
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise CheckpointError(f"{file}: no GGUF file")
@@ -52,13 +47,10 @@ def check_architecture(file: Path) -> None:
 
 
 def folder_of_gguf(file: Path, cache: Path | None = None) -> Path:
-    """Return where the checkpoint of a file is, or will be.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return where the checkpoint of a file is, or will be; CheckpointError where the file cannot be read."""
     try:
-        digest = _digest(file)
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     return (cache or cache_folder()) / "gguf" / f"{file.stem}-{digest[:16]}"
@@ -93,14 +85,6 @@ def checkpoint_of_gguf(file: Path, cache: Path | None = None) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
-
-
-def _digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
 
 
 def _read_architecture(content: BinaryIO) -> str | None:

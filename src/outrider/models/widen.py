@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from outrider.models.widened_weights import LlamaShape
+from outrider.models.widened_eagle import WidenedEagle
+from outrider.models.widened_weights import LlamaShape, WidenedLlama
 
 # With heads of 128 channels.
 SHAPES = {
@@ -68,36 +69,15 @@ def load_small(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What will be written.
+    """What will be written."""
 
-    Attributes:
-        shards: names of the tensors of each file.
-        weight_bytes: of all tensors.
-        disk_bytes: the whole folder needs at most.
-    """
-
-    shards: tuple[tuple[str, ...], ...]
+    shards: tuple[tuple[str, ...], ...]  # names of the tensors of each file
     weight_bytes: int
-    disk_bytes: int
+    disk_bytes: int  # the whole folder needs at most
 
 
-class WidenedModel(Protocol):
-    """Tensors of a checkpoint, made one at a time."""
-
-    dtype: torch.dtype
-    max_positions: int
-
-    def config(self) -> dict[str, Any]:
-        """Its config.json."""
-        ...
-
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor, in the order of the files."""
-        ...
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One of them, contiguous."""
-        ...
+WidenedModel = WidenedLlama | WidenedEagle
+"""Both give the tensors of a checkpoint, made one at a time."""
 
 
 def plan_checkpoint(model: WidenedModel, source: Path, *, max_shard_bytes: int) -> CheckpointPlan:
@@ -144,7 +124,6 @@ def write_checkpoint(
     """Writes the checkpoint next to `folder` under another name and renames it when it is complete.
 
     Args:
-        model: makes the tensors.
         source: checkpoint folder of the small model; its tokenizer, chat template and generation settings are kept.
         folder: must not exist.
         plan: of `plan_checkpoint`.

@@ -28,26 +28,17 @@ _FLOAT32_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """How far the logits of the two models are apart, over all positions and all real entries.
+    """How far the logits of the two models are apart, over all positions and all real entries."""
 
-    Attributes:
-        deviation: root mean square of the differences.
-        allowed_deviation: fixed for float32 checkpoints; for bfloat16 ones as far as the small model's own logits in
-            bfloat16 arithmetic are from those in float32.
-        largest_difference: of any entry.
-        positions: how many were compared.
-        same_choice: share of positions with the same largest entry.
-        padding_logit: the largest of any padding entry.
-        padding_mass: probability of all padding entries at the worst position, softmax in float32.
-    """
-
-    deviation: float
+    deviation: float  # root mean square of the differences
+    # Fixed for float32 checkpoints; for bfloat16 ones as far as the small model's own logits in bfloat16 arithmetic
+    # are from those in float32.
     allowed_deviation: float
-    largest_difference: float
-    positions: int
-    same_choice: float
-    padding_logit: float
-    padding_mass: float
+    largest_difference: float  # of any entry
+    positions: int  # how many were compared
+    same_choice: float  # share of positions with the same largest entry
+    padding_logit: float  # the largest of any padding entry
+    padding_mass: float  # probability of all padding entries at the worst position, softmax in float32
 
     def __str__(self) -> str:
         return (
@@ -91,11 +82,11 @@ def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, lay
         if config.dtype == torch.float32:
             allowed = _FLOAT32_TOLERANCE
         else:
-            allowed = _root_mean_square(_load(source, torch.bfloat16)(**inputs).logits.float() - small)
+            allowed = root_mean_square(_load(source, torch.bfloat16)(**inputs).logits.float() - small)
     real, padding = large[..., : small.shape[-1]], large[..., small.shape[-1] :]
     difference = real - small
     return CheckReport(
-        deviation=_root_mean_square(difference),
+        deviation=root_mean_square(difference),
         allowed_deviation=allowed,
         largest_difference=difference.abs().max().item(),
         positions=token_ids.numel(),
@@ -112,7 +103,8 @@ def _positions(token_ids: torch.Tensor, max_positions: int) -> torch.Tensor:
     return first[:, None] + torch.arange(length)
 
 
-def _root_mean_square(values: torch.Tensor) -> float:
+def root_mean_square(values: torch.Tensor) -> float:
+    """Of all entries, in float64."""
     return values.double().square().mean().sqrt().item()
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.eagle import BlockHead, EagleHead, load_eagle_head
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
-from outrider.models.widen_check import HIGHEST_PADDING_LOGIT, no_progress_bar
+from outrider.models.widen_check import HIGHEST_PADDING_LOGIT, no_progress_bar, root_mean_square
 from outrider.models.widened_weights import WidenedLlama
 
 # Of float32 sums in another order.
@@ -27,22 +27,15 @@ _FLOAT32_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class EagleReport:
-    """How far the two heads' logits are apart, over all real entries of all drafting steps.
+    """How far the two heads' logits are apart, over all real entries of all drafting steps."""
 
-    Attributes:
-        deviation: root mean square of the differences.
-        allowed_deviation: fixed for float32 checkpoints; for bfloat16 ones as far as the small head's own logits in
-            bfloat16 arithmetic are from those in float32.
-        same_choice: share of rows with the same largest entry.
-        padding_logit: the largest of any padding entry that the head has a row for.
-        rows: how many were compared.
-    """
-
-    deviation: float
+    deviation: float  # root mean square of the differences
+    # Fixed for float32 checkpoints; for bfloat16 ones as far as the small head's own logits in bfloat16 arithmetic
+    # are from those in float32.
     allowed_deviation: float
-    same_choice: float
-    padding_logit: float
-    rows: int
+    same_choice: float  # share of rows with the same largest entry
+    padding_logit: float  # the largest of any padding entry that the head has a row for
+    rows: int  # how many were compared
 
     def __str__(self) -> str:
         return (
@@ -68,10 +61,7 @@ def check_eagle(
     """Compares the head in `folder` with the small one in `source`.
 
     Args:
-        folder: of the widened head.
-        source: of the small head.
         target: checkpoint folder of the small target.
-        wide_target: the tensors of the widened target.
         token_ids: [B, L] texts.
 
     Raises:
@@ -99,7 +89,7 @@ def check_eagle(
         allowed = _FLOAT32_TOLERANCE
     else:
         rounded = [logits for stream in streams for logits in drafting_steps(load(dtype), *stream)]
-        allowed = _root_mean_square(torch.cat(rounded).float() - torch.cat(expected))
+        allowed = root_mean_square(torch.cat(rounded).float() - torch.cat(expected))
     wide_table = wide_target.tensor("model.embed_tokens.weight").float()
     wide = load_eagle_head(
         folder, embedding=wide_table, output=wide_table, target_layers=wide_target.shape.layers,
@@ -107,13 +97,10 @@ def check_eagle(
     )  # fmt: skip
     found = [logits for features, tokens in streams
              for logits in drafting_steps(wide, _widened(features, wide_table, len(head.taps)), tokens)]  # fmt: skip
-    return _report(torch.cat(expected), torch.cat(found), allowed)
-
-
-def _report(small: torch.Tensor, large: torch.Tensor, allowed: float) -> EagleReport:
+    small, large = torch.cat(expected), torch.cat(found)
     real, padding = large[:, : small.shape[1]], large[:, small.shape[1] :]
     return EagleReport(
-        deviation=_root_mean_square(real - small),
+        deviation=root_mean_square(real - small),
         allowed_deviation=allowed,
         same_choice=(large.argmax(-1) == small.argmax(-1)).float().mean().item(),
         padding_logit=padding.max().item(),
@@ -191,7 +178,3 @@ def _each_alone(table: torch.Tensor, lengths: torch.Tensor) -> TreeAttentionBatc
         prefix_len=lengths, key_len=lengths, tree_mask=torch.zeros((count, 1), dtype=torch.int64), max_query_len=1,
         max_key_len=table.shape[1],
     )  # fmt: skip
-
-
-def _root_mean_square(values: torch.Tensor) -> float:
-    return values.double().square().mean().sqrt().item()

@@ -35,12 +35,9 @@ class WidenedEagle:
     """The tensors of the large head, made one at a time.
 
     Args:
-        config: config.json of the small head.
         weights: its tensors by name, in the layout of EAGLE-3.
-        target: config.json of the small target.
         embedding: [v, w] of the small target, which is its output layer too.
         shape: of the large target; the head gets its hidden size, heads and feed-forward units.
-        dtype: of the tensors made.
         fill_seed: seed of the random weights; None leaves zeros.
         max_position_embeddings: longest sequence that the checkpoint promises; default the small head's.
         draft_vocab: Vd, at most V; the next multiple of 128 where the small vocabulary is not smaller.

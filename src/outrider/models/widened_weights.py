@@ -39,23 +39,14 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama with tied embeddings, head_dim apart.
+    """Sizes of a Llama with tied embeddings, head_dim apart."""
 
-    Attributes:
-        hidden: W.
-        layers: decoder layers.
-        heads: query heads.
-        kv_heads: key/value heads; each serves heads / kv_heads neighbouring query heads.
-        intermediate: I.
-        vocab: V.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int = 128_256
+    hidden: int  # W
+    layers: int  # decoder layers
+    heads: int  # query heads
+    kv_heads: int  # key/value heads; each serves heads / kv_heads neighbouring query heads
+    intermediate: int  # I
+    vocab: int = 128_256  # V
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "LlamaShape":
@@ -77,23 +68,14 @@ class LlamaShape:
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """Where the heads of the small model stand in the large one.
+    """Where the heads of the small model stand in the large one."""
 
-    Attributes:
-        query: `query[h]` is the place of query head h.
-        kv: pairs (place, key/value head that stands there).
-    """
-
-    query: tuple[int, ...]
-    kv: tuple[tuple[int, int], ...]
+    query: tuple[int, ...]  # `query[h]` is the place of query head h
+    kv: tuple[tuple[int, int], ...]  # pairs (place, key/value head that stands there)
 
 
 def place_heads(small: LlamaShape, large: LlamaShape) -> HeadPlaces:
-    """Every query head into a group of the large model whose key/value head is its own.
-
-    Raises:
-        ValueError: the large model has too few key/value heads for the copies that this takes.
-    """
+    """Put every query head into a group whose key/value head is its own; ValueError where too few take the copies."""
     query: list[int] = []
     kv: list[tuple[int, int]] = []
     for head in range(small.kv_heads):
@@ -109,10 +91,6 @@ class WidenedLlama:
     """The tensors of the large checkpoint, made one at a time.
 
     Args:
-        config: config.json of the small model.
-        weights: its tensors by name.
-        shape: of the large model.
-        dtype: of the tensors made.
         fill_seed: seed of the random weights; None leaves zeros.
         max_position_embeddings: longest sequence that the checkpoint promises; default the small model's. Rotary
             embeddings are a function of the position, so any number works.

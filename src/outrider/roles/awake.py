@@ -33,6 +33,11 @@ while os.getppid() == parent:
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def cores_awake(count: int, folder: Path | None = None) -> Iterator[Callable[[], None]]:
     """Yields what to call once this process serves: its threads move to so many cores, which stay awake from then on.

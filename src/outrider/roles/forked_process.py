@@ -37,18 +37,12 @@ class ForkedProcess:
         environment: its variables; those that torch reads when it is imported are the stand-by's.
         stderr: descriptor that it writes its log to.
 
-    Attributes:
-        pid: of the process.
-        stdin: its standard input.
-        stdout: its standard output.
-        returncode: as `subprocess.Popen.returncode`.
-
     Raises:
         OSError: there is no stand-by, or it cannot fork.
     """
 
     def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str], stderr: int) -> None:
-        self.returncode: int | None = None
+        self.returncode: int | None = None  # as `subprocess.Popen.returncode`
         self._arguments, self._said = arguments, b""
         self._listening = threading.Lock()
         self._connection = connect(os.getpid(), environment)

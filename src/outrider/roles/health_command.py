@@ -45,7 +45,6 @@ async def check_health(address: str, *, tls: TlsConfig | None, role: Role | None
         address: host:port; with TLS, a door that takes certificates of this role.
         tls: own proof and whom to believe; None talks in the clear.
         role: that has to answer; None needs the host among the answerer's names.
-        timeout_s: longest to wait.
 
     Raises:
         WorkerUnavailable: it does not answer in time, or does not serve.

@@ -33,8 +33,6 @@ def log_to_stderr(level: str, log_format: LogFormat = "text", *, role: str = "")
     """Sends the log of this process to stderr, from that level on; call it once, where the process begins.
 
     Args:
-        level: debug, info, warning or error.
-        log_format: text for people, json for programs.
         role: of the process; in every JSON line.
     """
     handler = QueuedHandler(sys.stderr.fileno())
@@ -58,11 +56,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, role, message, the ids, and a traceback where there is one.
-
-    Args:
-        role: of the process.
-    """
+    """One JSON object a line: time, level, logger, role, message, the ids, and a traceback where there is one."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -89,7 +83,6 @@ class QueuedHandler(logging.Handler):
     """Hands its lines to a thread that writes them.
 
     Args:
-        descriptor: to write to.
         waiting_lines: that may wait for it; further ones are dropped.
     """
 

@@ -14,7 +14,6 @@ def free_port(host: str = "127.0.0.1", *, count: int = 1) -> int:
 
     Args:
         host: an address of this machine; "" is all of them.
-        count: how many.
 
     Raises:
         OSError: none was found.
@@ -27,11 +26,7 @@ def free_port(host: str = "127.0.0.1", *, count: int = 1) -> int:
 
 
 def check_free(address: str) -> None:
-    """Whether nothing listens at host:port now; port 0 is always free.
-
-    Raises:
-        OSError: it is taken, or no address of this machine.
-    """
+    """Raise OSError where something listens at host:port now, or it is no address of this machine; port 0 is free."""
     host, _, port = address.rpartition(":")
     family, kind, protocol, _, found = socket.getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

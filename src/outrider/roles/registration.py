@@ -43,16 +43,9 @@ class Registration:
     it has given a lease before, or the worker serves others.
 
     Args:
-        address: host:port.
-        introduction: sent at each registration.
-        load: called for each heartbeat.
         tls: own proof, of the introduction's role; the coordinator has to prove its own. None talks in the clear.
         on_drain_asked: called when the coordinator asks the worker to drain.
         serves_others: whether the worker is of use without this coordinator.
-
-    Attributes:
-        leases: that it has given so far.
-        holds_lease: whether one is held now.
     """
 
     def __init__(
@@ -72,7 +65,7 @@ class Registration:
         self._on_drain_asked = on_drain_asked
         self._serves_others = serves_others
         self._leaving = asyncio.Event()
-        self.leases = 0
+        self.leases = 0  # that it has given so far
         self.holds_lease = False
 
     def leave(self) -> None:
@@ -165,14 +158,7 @@ class Registrar:
 
     Args:
         resolve: gives the list; asked every second.
-        introduction: of the worker.
-        load: called for each heartbeat.
-        tls: see `Registration`.
         drain_s: longest that a coordinator gets to end its sessions here, or move them, when it is left.
-
-    Attributes:
-        drain_asked: set when a coordinator asks the worker to drain and end.
-        failed: done with WorkerRefused when a coordinator does not take this worker, and none has before.
     """
 
     def __init__(
@@ -193,7 +179,8 @@ class Registrar:
         self._leaving: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
         self._unresolved = ""
-        self.drain_asked = asyncio.Event()
+        self.drain_asked = asyncio.Event()  # set when a coordinator asks the worker to drain and end
+        # Done with WorkerRefused when a coordinator does not take this worker, and none has before.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:

@@ -29,18 +29,12 @@ class RoleProcess:
     """A running role.
 
     Args:
-        name: in messages.
         command: of the command line, such as target-worker.
-        arguments: its options.
         environment: what the child has beside this process's variables.
         stderr: descriptor that it writes its log to; default a file, which `stderr()` reads.
         forked: from this process's stand-by, where there can be one (`outrider.roles.standby`): a worker starts sooner.
             What torch reads of the environment when it is imported is the stand-by's then, so give workers their
             threads.
-
-    Attributes:
-        name: as given.
-        process: the child; end it to see what happens.
     """
 
     def __init__(
@@ -58,7 +52,7 @@ class RoleProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed by release
         self.process = _start(
             ["-m", "outrider.cli", command, "--stop-with-stdin", *arguments],
-            environment=_inherited() | dict(environment or {}),
+            environment=child_environment() | dict(environment or {}),
             stderr=self._log.fileno() if stderr is None else stderr,
             forked=forked and CAN_FORK,
         )
@@ -98,11 +92,7 @@ class RoleProcess:
         return address
 
     def check_alive(self) -> None:
-        """Tells of an end that nobody asked for.
-
-        Raises:
-            WorkerUnavailable: it has ended, with the last lines it wrote to stderr.
-        """
+        """Raise WorkerUnavailable where it has ended, with the last lines it wrote to stderr."""
         code = self.process.poll()
         if code is not None:
             last = "; ".join(self.stderr().strip().splitlines()[-_SHOWN_STDERR_LINES:])
@@ -136,7 +126,7 @@ def stop_all(roles: Sequence[RoleProcess]) -> None:
 
 def prepare_forks() -> None:
     """Has this process's stand-by started, so that it is ready sooner for the first `forked` role."""
-    wake_stand_by(_inherited())
+    wake_stand_by(child_environment())
 
 
 def _start(arguments: list[str], *, environment: dict[str, str], stderr: int, forked: bool) -> Process:
@@ -156,7 +146,7 @@ def _start(arguments: list[str], *, environment: dict[str, str], stderr: int, fo
     )
 
 
-def _inherited() -> dict[str, str]:
-    # The children use this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+def child_environment() -> dict[str, str]:
+    """This process's variables; children find this package even where it is found through sys.path alone."""
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

@@ -44,19 +44,12 @@ _ORDER_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A worker to be run.
+    """A worker to be run."""
 
-    Attributes:
-        arguments: as Python's own: flags, a script or -m and a module, and its arguments.
-        environment: its variables.
-        folder: that it runs in.
-        descriptors: stdin, stdout and stderr, to be closed.
-    """
-
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # as Python's own: flags, a script or -m and a module, and its arguments
     environment: dict[str, str]
-    folder: str
-    descriptors: Sequence[int]
+    folder: str  # that it runs in
+    descriptors: Sequence[int]  # stdin, stdout and stderr, to be closed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +64,6 @@ class StandBy:
 
     Args:
         door: listens; closed here.
-        owner_pid: the process with which it ends.
         idle_s: it ends after so long without a worker.
     """
 

@@ -56,17 +56,20 @@ def can_be_forked(arguments: Sequence[str]) -> bool:
 
 
 def run_forked(arguments: Sequence[str], *, owner_pid: int) -> int:
-    """Has a worker forked, waits for its end, and returns its exit status.
-
-    Raises:
-        OSError: there is no stand-by, or it ends before it has forked.
-    """
+    """Have a worker forked, wait for its end, and return its exit status; OSError where no stand-by forks it."""
     with connect(owner_pid) as connection:
         send_order(connection, arguments, environment=os.environ, descriptors=(0, 1, 2))
         answers = connection.makefile("r", encoding="ascii")
-        pid = int(answers.readline() or _raise(ConnectionError("it has forked nobody")))
+        if not (line := answers.readline()):
+            raise ConnectionError("it has forked nobody")
+        pid = int(line)
+
+        def hand_on(number: int, _frame: object) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, _: _send(pid, number))
+            signal.signal(number, hand_on)
         # Without an answer the stand-by has been killed, and the worker with it.
         code = int(answers.readline() or 1)
         return code if code >= 0 else 128 - code
@@ -82,9 +85,7 @@ def send_order(
     """Asks for a worker; the answers, a line each, are its process id and, in the end, how it has ended.
 
     Args:
-        connection: of `connect`.
         arguments: as Python's own: flags, a script or -m and a module, and its arguments.
-        environment: its variables.
         descriptors: that it has as stdin, stdout and stderr.
 
     Raises:
@@ -151,15 +152,6 @@ def _end(stand_by: subprocess.Popen[bytes], path: Path) -> None:
     stand_by.kill()
     stand_by.wait()
     path.unlink(missing_ok=True)
-
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _raise(error: Exception) -> str:
-    raise error
 
 
 if __name__ == "__main__":

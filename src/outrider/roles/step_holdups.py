@@ -60,9 +60,7 @@ class StepHoldups:
     """The lines of one worker.
 
     Args:
-        logger: that they go to.
         kind: of step, in a line.
-        now: the clock.
     """
 
     def __init__(self, logger: logging.Logger, kind: str, *, now: Callable[[], float] = time.monotonic) -> None:

@@ -85,11 +85,7 @@ class StepWatch:
         return running is not None and running.usual_s is None
 
     async def watch(self) -> None:
-        """Looks on for ever.
-
-        Raises:
-            WorkerHung: what runs has been running for longer than it may.
-        """
+        """Look on for ever; WorkerHung once what runs has been running for longer than it may."""
         stopwatch = Stopwatch(_LOOK_S, asyncio.get_running_loop().time)
         while True:
             await asyncio.sleep(_LOOK_S)

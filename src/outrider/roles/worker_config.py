@@ -8,8 +8,7 @@ from typing import Any
 from outrider.addresses import check_coordinators
 from outrider.config_checks import check_between, check_not_negative
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
-from outrider.metrics.options import check_metrics_options
-from outrider.security.binding import check_bind
+from outrider.security.binding import check_bind, check_metrics_options
 from outrider.security.tls import TlsConfig
 
 

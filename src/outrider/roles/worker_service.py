@@ -36,17 +36,11 @@ _REGISTERED_AS = {Role.DRAFT: registry_pb2.WORKER_ROLE_DRAFT, Role.TARGET: regis
 
 
 class WorkThread(Protocol):
-    """The thread that owns the model.
-
-    Attributes:
-        watch: of its steps.
-        ready: done when the model is loaded, or could not be.
-        stopped: done when the thread has ended, with what ended it.
-    """
+    """The thread that owns the model."""
 
     watch: StepWatch
-    ready: Future[Any]
-    stopped: Future[None]
+    ready: Future[Any]  # done when the model is loaded, or could not be
+    stopped: Future[None]  # done when the thread has ended, with what ended it
 
     def start(self) -> None:
         """Loads the model, then works."""
@@ -63,37 +57,23 @@ Config = TypeVar("Config", bound=WorkerConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What is known of a worker when its model is loaded.
-
-    Attributes:
-        model: as it travels.
-        limits: how much of it there is.
-        metrics: its values for Prometheus.
-        failures: done when something else than the thread and the front process has failed.
-        sources: by what a draft grows (none: a model).
-    """
+    """What is known of a worker when its model is loaded."""
 
     model: common_pb2.ModelInfo
     limits: registry_pb2.WorkerLimits
-    metrics: Describe
+    metrics: Describe  # its values for Prometheus
+    # Done when something else than the thread and the front process has failed.
     failures: Sequence[Future[None]] = ()
-    sources: Collection[GrowthSource] = ()
+    sources: Collection[GrowthSource] = ()  # by what a draft grows (none: a model)
 
 
 class Worker(ABC, Generic[Thread]):
-    """A draft or a target worker.
-
-    Attributes:
-        role: which of them.
-        thread: that owns the model.
-        front: the process that speaks gRPC for it.
-        inbox: where `thread` finds what `front` passes on.
-    """
+    """A draft or a target worker."""
 
     role: Role
     thread: Thread
-    front: Front
-    inbox: Inbox[Any]
+    front: Front  # the process that speaks gRPC for it
+    inbox: Inbox[Any]  # where `thread` finds what `front` passes on
 
     @abstractmethod
     def loaded(self) -> Loaded:
@@ -119,9 +99,7 @@ async def serve_worker(
 
     Args:
         make_worker: makes it of its configuration, not started yet.
-        config: of the worker.
         ready: called once with the host:port that is bound, when the model is loaded and the port answers.
-        stop: set by whoever wants it to end.
         resolve: gives the coordinators to register at; default those of `config`.
 
     Raises:

@@ -25,8 +25,6 @@ def check_bind(host: str, *, insecure: bool, **protections: object | None) -> No
     """Refuses to listen without protection where others than this machine reach it.
 
     Args:
-        host: to listen on.
-        insecure: do it all the same.
         protections: what is needed beyond loopback, by name; None where it is missing.
 
     Raises:
@@ -38,6 +36,18 @@ def check_bind(host: str, *, insecure: bool, **protections: object | None) -> No
             f"host: {host} given, which other machines may reach: give {' and '.join(missing)} as well, or listen on "
             "127.0.0.1 (insecure serves whoever comes, unencrypted)"
         )
+
+
+def check_metrics_options(port: int | None, host: str, *, insecure: bool, tls: object | None) -> None:
+    """Raise ValueError for what is no port, or a host that others reach without protection."""
+    if port is None:
+        return
+    if not 0 <= port <= 65535:
+        raise ValueError(f"metrics_port: {port} given, 0 to 65535 needed")
+    try:
+        check_bind(host, insecure=insecure, tls_ca=tls)
+    except ValueError as error:
+        raise ValueError(f"metrics_{error}") from error
 
 
 def warn_of_bind(host: str, **protections: object | None) -> None:

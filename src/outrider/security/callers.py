@@ -42,11 +42,7 @@ Abort = Callable[[Any, OutriderError], Awaitable[Any]]
 
 
 class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """For servers with TLS: ends calls of services that are not for the caller's role.
-
-    Args:
-        abort: ends a call with an error.
-    """
+    """For servers with TLS: ends calls of services that are not for the caller's role."""
 
     def __init__(self, abort: Abort) -> None:
         self._abort = abort
@@ -99,11 +95,7 @@ def check_caller(roles: frozenset[Role] | None, allowed: Iterable[Role], what: s
 
 
 def check_registration(context: Any, role: Role) -> None:
-    """Whether the caller may register as `role`; everybody may where there is no TLS.
-
-    Raises:
-        Forbidden: its certificate is of another role.
-    """
+    """Raise Forbidden unless the caller may register as `role`; everybody may where there is no TLS."""
     roles = peer_roles(context)
     if roles is not None:
         check_caller(roles, {role}, f"registering as a {role}")

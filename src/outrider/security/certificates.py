@@ -27,14 +27,9 @@ _BACKDATED = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate with its key.
+    """A certificate with its key."""
 
-    Attributes:
-        certificate: with the chain's first place.
-        key: of it.
-    """
-
-    certificate: x509.Certificate
+    certificate: x509.Certificate  # with the chain's first place
     key: ec.EllipticCurvePrivateKey
 
     @property
@@ -75,8 +70,6 @@ def issue(
     """A certificate of a role.
 
     Args:
-        authority: that signs it.
-        role: whose it is.
         hosts: names and IP addresses under which clients dial it.
         days: that it is valid, from `not_before`.
         not_before: default a little before now.
@@ -105,10 +98,8 @@ def write_development_set(folder: Path, *, hosts: Sequence[str] = (), days: floa
     """Writes ca.pem, ca.key and for every role ROLE.pem and ROLE.key.
 
     Args:
-        folder: made if it is not there.
         hosts: under which clients dial coordinators, beside this machine's own names.
         days: that all of it is valid.
-        overwrite: replace what is there.
 
     Raises:
         FileExistsError: one of the files is there, and `overwrite` is not given.

@@ -40,11 +40,7 @@ class TlsConfig:
 
     @classmethod
     def of_options(cls, ca: Path | None, certificate: Path | None, key: Path | None) -> Self | None:
-        """From the options of a role that proves who it is.
-
-        Raises:
-            ValueError: some are given and others not.
-        """
+        """Return what the options of a role say, None where none is given; ValueError where only some are."""
         given = {"tls_ca": ca, "tls_certificate": certificate, "tls_key": key}
         missing = [name for name, path in given.items() if path is None]
         if len(missing) == len(given):
@@ -79,8 +75,10 @@ class TlsConfig:
         _check_key(self.key, self.certificate, chain[0])
         _check_time(self.certificate, chain[0])
         _check_issuer(self.certificate, chain, self.ca, authorities)
-        if role is not None:
-            _check_role(self.certificate, chain[0], role)
+        if role is not None and role not in (roles := _roles(chain[0])):
+            found = ", ".join(sorted(roles)) or "no role"
+            needed = f"{role} needed ({role.dns_name} among its names)"
+            raise CertificateError(f"{self.certificate} is a certificate of {found}, {needed}")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For dialling; the files are read now."""
@@ -208,10 +206,3 @@ def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) ->
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True
-
-
-def _check_role(path: Path, certificate: x509.Certificate, role: Role) -> None:
-    roles = _roles(certificate)
-    if role not in roles:
-        found = ", ".join(sorted(roles)) or "no role"
-        raise CertificateError(f"{path} is a certificate of {found}, {role} needed ({role.dns_name} among its names)")

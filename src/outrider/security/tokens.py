@@ -115,8 +115,10 @@ def add_token(path: Path, entry: TokenEntry) -> None:
         entries = read_tokens(path) if path.exists() else ()
         if any(entry.name == other.name for other in entries):
             raise ValueError(f"{path}: {entry.name} has a token already; take it out of the file to make another")
-        content = {"tokens": [_fields(each) for each in (*entries, entry)]}
-        write_private(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
+        known = [
+            {name: value for name, value in asdict(each).items() if value is not None} for each in (*entries, entry)
+        ]
+        write_private(path, (json.dumps({"tokens": known}, indent=2) + "\n").encode("utf-8"))
 
 
 @contextlib.contextmanager
@@ -133,9 +135,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 class TokenFile:
     """A token file that is read anew when it changes.
-
-    Args:
-        path: of it.
 
     Raises:
         TokenFileError: it is not a token file.
@@ -175,7 +174,3 @@ def _entry(fields: Any) -> TokenEntry:
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]} is no field of a token")
     return TokenEntry(**fields)
-
-
-def _fields(entry: TokenEntry) -> dict[str, Any]:
-    return {name: value for name, value in asdict(entry).items() if value is not None}

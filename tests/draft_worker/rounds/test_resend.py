@@ -9,7 +9,7 @@ from tests.draft_worker.replica import LONGEST, Replica
 from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_start
 
-from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
+from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.records import Verdict
@@ -28,8 +28,7 @@ def make(ngram: NgramDrafter) -> Callable[..., Drafters]:
     def make(name: str, **options: Any) -> Drafters:
         settings: dict[str, Any] = {"max_model_len": LONGEST, "num_slots": 900, "max_live_nodes": 40}
         bench = Bench(**settings | options)
-        config = NgramDrafterConfig(vocab_size=VOCAB, max_model_len=LONGEST, max_sessions=8)
-        trees = NgramDrafter(ngram.trie, config)
+        trees = NgramDrafter(ngram.trie, vocab_size=VOCAB, max_model_len=LONGEST, max_sessions=8)
         return Drafters(bench.drafter if "model" in name else None, trees if "ngram" in name else None)
 
     return make

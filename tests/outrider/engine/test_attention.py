@@ -10,15 +10,19 @@ from tests.outrider.engine.families import SIZES
 from tests.outrider.engine.step_rows import Steps, ancestor_masks, node_depths
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.engine.attention import attention_operator
+from outrider.engine.attention import attention_of
 from outrider.engine.config import AttentionBackend, EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import CheckpointError
 
 
-def test_flashinfer_names_the_head_sizes_it_takes() -> None:
-    with pytest.raises(ValueError, match=r"attention_backend: flashinfer takes head sizes \(64, 128, 256\), not 96"):
-        attention_operator("flashinfer", 96)
+def test_flashinfer_names_the_head_sizes_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    config = EngineConfig(model_path="x", device="cuda", attention_backend="flashinfer")
+    with pytest.raises(
+        CheckpointError, match=r"x: attention_backend: flashinfer takes head sizes \(64, 128, 256\), not 96"
+    ):
+        attention_of(config, 96)
 
 
 @pytest.mark.gpu

@@ -145,12 +145,6 @@ def test_two_ranks_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_more_than_one_rank_needs_links(tmp_path: Path) -> None:
-    folder = save_random(FAMILIES["llama"], tmp_path)
-    with pytest.raises(ValueError, match="both needed with 2 ranks"):
-        Session(folder, world_size=2, links={"all_reduce": torch.clone})
-
-
 def test_gemmas_embedding_factor_is_rounded_to_the_model_s_dtype(tmp_path: Path) -> None:
     folder = save_random(FAMILIES["gemma"], tmp_path)
     session = Session(folder, dtype=torch.bfloat16)

@@ -128,7 +128,7 @@ def path_to(node: int) -> list[int]:
 def random_texts(head: EagleHead) -> tuple[list[torch.Tensor], list[list[int]]]:
     """Of each session features of more positions than its length, and the tokens after them."""
     generator = torch.Generator().manual_seed(3)
-    features = [torch.randn((length + 4, head.feature_size), generator=generator) for length in LENGTHS]
+    features = [torch.randn((length + 4, len(head.taps) * HIDDEN), generator=generator) for length in LENGTHS]
     tokens = [torch.randint(VOCAB, (length + 4,), generator=generator).tolist() for length in LENGTHS]
     return features, tokens
 
@@ -215,7 +215,7 @@ def test_a_vocabulary_cut_at_its_end_needs_no_map(target: Path, tmp_path: Path) 
 def test_taps(target: Path, tmp_path: Path) -> None:
     write_random_eagle(tmp_path, target, taps=(1, 3, 5))
     head = load_head(tmp_path, target)
-    assert (head.taps, head.feature_size) == ((1, 3, 5), 3 * HIDDEN)
+    assert (head.taps, head.weights.fc.shape[1]) == ((1, 3, 5), 3 * HIDDEN)
     change_config(tmp_path, {"eagle_config": None})
     assert load_head(tmp_path, target).taps == (2, 2, 2)
     change_config(tmp_path, {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]})

@@ -54,8 +54,3 @@ def test_fresh_slots_are_consecutive() -> None:
     table.truncate(0, 2)
     table.extend(0, 4)
     assert slots_of(table, 0) == [0, 1, 2, 3, 4, 5]
-
-
-def test_sizes_are_checked() -> None:
-    with pytest.raises(ValueError, match="num_slots: 0"):
-        SlotTable(num_slots=0, max_rows=1, max_row_len=1)

@@ -14,7 +14,7 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_loading import load_decoder
 from outrider.engine.kv_memory import KvCaches
 from outrider.engine.packed_forward import PackedForward
-from outrider.engine.tensor_parallel import Ranks
+from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.kernels.pool.append import append
 from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.graft import graft

@@ -158,8 +158,6 @@ def test_a_row_is_preempted_once_at_a_time() -> None:
     rig = Rig(ring=8)
     session = rig.open()
     rig.inbox.put(_records(PREEMPT, session, 6))
-    with pytest.raises(ValueError, match="PREEMPT before the last was reported"):
-        rig.inbox.put(_records(PREEMPT, session, 7))
     assert rig.run().released == [Release(row=session[0], generation=session[1], closed=False)]
     assert rig.inbox.take_row() is None, "only a close gives a row back"
     rig.inbox.put(_records(PREEMPT, session, 9))
@@ -188,9 +186,7 @@ def test_reports_are_copies() -> None:
     assert [(report.round, report.words.tolist()) for report in later] == [(1, [2]), (2, [2])]
 
 
-def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="ring: 8 records given, more than 8 needed for 2 rows"):
-        Rig(rows=2, ring=8)
+def test_hosts_whose_stores_are_not_in_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(RuntimeError, match="need an x86 host"):
         RingMemory.allocate(records=8, early_words=1, report_words=1, pinned=True)

@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from outrider.engine import tensor_parallel_leader
 from outrider.engine.config import DtypeName
 from outrider.engine.model_runner import EngineConfig, ModelRunner
-from outrider.engine.tensor_parallel import Leader
+from outrider.engine.tensor_parallel_leader import Leader
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError, WorkerUnavailable
 
@@ -62,7 +62,7 @@ def other_leader(checkpoint: Path) -> Iterator["subprocess.Popen[bytes]"]:
         "import sys, time\n"
         "import outrider.target_worker.server\n"
         "from outrider.engine.config import EngineConfig\n"
-        "from outrider.engine.tensor_parallel import start_ranks\n"
+        "from outrider.engine.tensor_parallel_leader import start_ranks\n"
         "ranks = start_ranks(EngineConfig(model_path=sys.argv[1], tensor_parallel_size=2))\n"
         "ranks.least(3)\n"
         "print(*ranks.pids, 'transformers' in sys.modules, flush=True)\n"

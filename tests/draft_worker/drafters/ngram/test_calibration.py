@@ -3,7 +3,6 @@
 import random
 
 import numpy as np
-import pytest
 
 from outrider.draft_worker.drafters.ngram.calibration import NgramCalibration, rule_number
 from outrider.draft_worker.drafters.ngram.proposals import Proposals
@@ -64,9 +63,3 @@ def test_rules():
     assert rule_number(SamplingSpec(temperature=0.0, verification=VerificationRule.TARGET_ONLY)) == 0
     assert rule_number(SamplingSpec(temperature=0.7)) == 1
     assert rule_number(SamplingSpec(temperature=0.7, verification=VerificationRule.TARGET_ONLY)) == 2
-
-
-@pytest.mark.parametrize("values", [{"prior_strength": 0.0}, {"decay": 0.0}, {"decay": 1.5}])
-def test_values_out_of_range(values: dict[str, float]):
-    with pytest.raises(ValueError, match=next(iter(values))):
-        NgramCalibration(**values)

@@ -18,7 +18,7 @@ import pytest
 from tests.draft_worker.session_growth import sessions_of
 
 from outrider.draft_worker.drafters.ngram.calibration import NgramCalibration
-from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
+from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Proposals, TextTails
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
@@ -189,8 +189,9 @@ class Twins:
 
     def __init__(self, seed: int) -> None:
         self.random, self.trie = random.Random(seed), RandomTrie()
-        config = NgramDrafterConfig(vocab_size=VOCAB, max_model_len=MAX_LEN, max_sessions=ROWS, min_value=0.02)
-        self.drafter = NgramDrafter(self.trie, config)
+        self.drafter = NgramDrafter(
+            self.trie, vocab_size=VOCAB, max_model_len=MAX_LEN, max_sessions=ROWS, min_value=0.02
+        )
         # Without decay, the order of observations does not matter; a strong prior keeps trees large.
         self.drafter.calibration = NgramCalibration(prior_strength=200, decay=1.0)
         self.calibration = PlainCalibration(self.drafter.calibration)

@@ -175,18 +175,6 @@ def test_many_texts_at_once_are_each_as_alone():
         assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree.tokens)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_trie_depth": 1}, "max_trie_depth: 1 given"),
-        ({"capacity": 10, "max_trie_depth": 6}, "capacity: 10 given, 12"),
-    ],
-)
-def test_a_trie_that_cannot_be_is_refused(values: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        NgramTrie(**values)
-
-
 def test_without_numba_it_is_the_same():
     """In a process that has no numba; where the tests have none either, they have shown it already."""
     code = (
