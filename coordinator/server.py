@@ -16,7 +16,6 @@ from outrider.coordinator.api.access import Access, TokenInterceptor
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.chat_template import load_chat_template, read_tokenizer_config
 from outrider.coordinator.api.http.server import HttpServer
-from outrider.coordinator.api.packing import source_stats
 from outrider.coordinator.api.service import GenerationServicer
 from outrider.coordinator.api.validation import RequestLimits, max_request_bytes
 from outrider.coordinator.live.routes import OPEN_PATHS as LIVE_PATHS
@@ -199,7 +198,7 @@ class CoordinatorServer:
                 spec_draft_tokens=totals.drafted_tokens,
                 spec_accepted_tokens=totals.accepted_tokens,
                 acceptance_length=1 + totals.accepted_tokens / steps if steps else 1.0,
-                sources=source_stats(self.scheduler.totals.sources.counts()),
+                sources=totals.sources.counts(),
             ),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,

@@ -1,18 +1,15 @@
 """Events of a generation as they travel."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from outrider.coordinator.sessions.messages import (
     FinishReason,
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
-    RoundRecord,
-    SourceCounts,
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.drafting.growth_source import to_proto
 from outrider.v1 import generation_pb2, target_pb2
 from outrider.wire import floats_to_bytes
 
@@ -38,8 +35,8 @@ def response(event: GenerationEvent, request: GenerationRequest) -> generation_p
     match event:
         case TokenDelta():
             return generation_pb2.GenerateResponse(delta=_delta(event))
-        case RoundRecord():
-            return generation_pb2.GenerateResponse(round=_round(event))
+        case generation_pb2.Round():
+            return generation_pb2.GenerateResponse(round=event)
         case GenerationResult():
             return generation_pb2.GenerateResponse(finished=_finished(event, request))
 
@@ -73,26 +70,6 @@ def _logprobs(logprobs: TokenLogprobs) -> target_pb2.Logprobs:
     )
 
 
-def _round(record: RoundRecord) -> generation_pb2.Round:
-    return generation_pb2.Round(
-        index=record.index,
-        step=record.step,
-        length=record.length,
-        result_ns=record.result_ns,
-        step_ns=record.step_ns,
-        forward_ns=record.forward_ns,
-        selected=record.selected,
-        accepted=record.accepted,
-        emitted_token_ids=record.emitted_token_ids,
-        growth=[
-            generation_pb2.GrowthArrival(
-                worker_id=arrival.worker_id, arrived_ns=arrival.arrived_ns, as_of=arrival.as_of, nodes=arrival.nodes
-            )
-            for arrival in record.growth
-        ],
-    )
-
-
 def _finished(result: GenerationResult, request: GenerationRequest) -> generation_pb2.Finished:
     choices = []
     for choice in result.choices:
@@ -119,24 +96,11 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
             spec_draft_tokens=counts.drafted_tokens,
             spec_accepted_tokens=counts.accepted_tokens,
             acceptance_length=counts.acceptance_length,
-            sources=source_stats(counts.sources),
+            sources=counts.sources,
         ),
         timings=_timings(result, request),
         weights=result.weights,
     )
-
-
-def source_stats(counts: Iterable[SourceCounts]) -> list[generation_pb2.SourceStats]:
-    """Statistics by source as they travel."""
-    return [
-        generation_pb2.SourceStats(
-            source=to_proto(own.source),
-            drafted_tokens=own.drafted,
-            submitted_tokens=own.submitted,
-            accepted_tokens=own.accepted,
-        )
-        for own in counts
-    ]
 
 
 def _timings(result: GenerationResult, request: GenerationRequest) -> generation_pb2.Timings:

@@ -165,8 +165,8 @@ class SessionTap:
         event = {
             "e": "verdict",
             "t": self._us(self._session.committed_ns),
-            "step": results.step_ns // 1000,
-            "forward": results.forward_ns // 1000,
+            "step": results.report.step_ns // 1000,
+            "forward": results.report.forward_ns // 1000,
             "selected": outcome.selected,
             "accepted": accepted,
             "emitted": [[node_id, *self._token(token)] for node_id, token in zip(path, token_ids, strict=True)],

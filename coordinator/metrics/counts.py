@@ -86,8 +86,8 @@ class ServingCounts:
 
     def note_round(self, results: "RoundResults", taken: "Taken", now_ns: int) -> None:
         """One round of a target."""
-        self.step.observe(results.step_ns)
-        self.forward.observe(results.forward_ns)
+        self.step.observe(results.report.step_ns)
+        self.forward.observe(results.report.forward_ns)
         # Most sessions of a round had their last tokens at one time.
         before = Counter(since_ns for session, _, since_ns in taken if session.verify_steps > 1)
         for since_ns, sessions in before.items():

@@ -16,13 +16,12 @@ from starlette.routing import Route
 from outrider import __version__
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.metrics.counts import ServingCounts
-from outrider.coordinator.sessions.messages import SourceCounts
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.registered_worker import RegisteredWorker
 from outrider.drafting.growth_source import GrowthSource
 from outrider.metrics.families import Families, registry_of
-from outrider.v1 import registry_pb2
+from outrider.v1 import generation_pb2, registry_pb2
 
 _NS = 1e9
 STATES = ("connecting", "serving", "draining", "quarantined", "lost")
@@ -184,15 +183,16 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
     families.counter("draft_step_seconds", "Time that these steps took the drafts.", demand.draft_ns / _NS)
 
 
-def _describe_sources(families: Families, counts: Iterable[SourceCounts]) -> None:
-    known = {own.source: own for own in counts}
-    for name, text, place in (
-        ("source_drafted_tokens", "Tree nodes by the source that grew them; of several sources: of each.", 1),
-        ("source_submitted_tokens", "Of these, verified.", 2),
-        ("source_accepted_tokens", "Of these, accepted.", 3),
+def _describe_sources(families: Families, counts: Iterable[generation_pb2.SourceStats]) -> None:
+    known: dict[int, generation_pb2.SourceStats] = {own.source: own for own in counts}
+    none = generation_pb2.SourceStats()
+    for name, text in (
+        ("drafted_tokens", "Tree nodes by the source that grew them; of several sources: of each."),
+        ("submitted_tokens", "Of these, verified."),
+        ("accepted_tokens", "Of these, accepted."),
     ):
-        values = {source.word: known[source][place] if source in known else 0 for source in GrowthSource}
-        families.by_label("counter", name, text, "source", values)
+        values = {source.word: getattr(known.get(source, none), name) for source in GrowthSource}
+        families.by_label("counter", f"source_{name}", text, "source", values)
 
 
 def _describe_rounds(families: Families, totals: Totals) -> None:

@@ -68,7 +68,7 @@ class RequestTrace:
             "nodes": nodes,
             "accepted": accepted,
             "tokens": tokens,
-            "step_ms": result.step_ns / 1e6,
+            "step_ms": result.report.step_ns / 1e6,
             "round_ms": (now_ns - since_ns) / 1e6,
         }
         self._rounds.append((now_ns, told))

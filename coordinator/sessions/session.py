@@ -1,7 +1,7 @@
 """One choice of one request while it is generated."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -11,21 +11,20 @@ from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
-    GrowthArrival,
     GrowthBatch,
     Outcome,
-    RoundRecord,
     RoundResults,
-    SessionOpening,
     TokenDelta,
     TokenLogprobs,
 )
 from outrider.coordinator.sessions.source_counts import SourceTally
 from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
-from outrider.drafting.growth_source import GrowthSource
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource, sources_to_proto
 from outrider.errors import InternalError
 from outrider.roles.log_output import about
-from outrider.sampling import SpeculationMode, VerificationRule
+from outrider.sampling import MODE_NUMBERS, SpeculationMode, VerificationRule
+from outrider.v1 import common_pb2, generation_pb2
+from outrider.wire import uints_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class Session:
         self.asked_again: set[Drafter] = set()
         self.refused_by: set[Drafter] = set()
         """Drafters that cannot grow this session, now or later."""
-        self.arrivals: list[GrowthArrival] = []
+        self.arrivals: list[generation_pb2.GrowthArrival] = []
         self.committed_ns = 0
         """When tokens were last committed; before there are any, when the session was placed."""
         self.is_held = False
@@ -115,7 +114,7 @@ class Session:
         # Parts of the next event: text (where stop strings are looked for), log probabilities, the last round.
         self._found_text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._record: RoundRecord | None = None
+        self._record: generation_pb2.Round | None = None
         self.end = self.prompt_length + self.sampling.max_new_tokens
         """Tokens with which it ends at the latest, the prompt's included."""
         self.is_chain = self.sampling.rule is VerificationRule.REJECTION
@@ -166,30 +165,42 @@ class Session:
         """Whether nothing more is to be generated."""
         return self.result is not None or self.generation.is_closed
 
-    def opening(self, *, max_live_nodes: int, sync_wait_ms: float = 0.0) -> SessionOpening:
-        """Opens this session at a worker under the next epoch."""
+    def opening(
+        self,
+        *,
+        max_live_nodes: int = 0,
+        max_depth: int | None = None,
+        sync_wait_ms: float = 0.0,
+        sources: Collection[GrowthSource] | None = None,
+    ) -> common_pb2.SessionOpen:
+        """Return the message that opens this session at a worker, under the next epoch."""
         self.epoch += 1
-        return SessionOpening(
+        request = self.request
+        sources = request.sources if sources is None else sources
+        return common_pb2.SessionOpen(
             session_id=self.session_id,
             epoch=self.epoch,
-            prompt=self.token_ids[: self.prompt_length],
-            output=self.token_ids[self.prompt_length :],
-            sampling=self.sampling,
-            mode=self.mode,
-            max_live_nodes=max_live_nodes,
-            max_depth=self.request.max_depth,
-            max_nodes=self.request.max_nodes,
-            sync_wait_ms=sync_wait_ms,
-            traceparent="" if self.request.spans is None else self.request.spans.traceparent,
-            sources=self.request.sources,
+            prompt=uints_to_bytes(self.token_ids[: self.prompt_length]),
+            output=uints_to_bytes(self.token_ids[self.prompt_length :]),
+            sampling=self.sampling.to_proto(),
+            limits=common_pb2.SpeculationLimits(
+                mode=MODE_NUMBERS[self.mode],
+                max_live_nodes=max_live_nodes,
+                max_depth=request.max_depth if max_depth is None else max_depth,
+                max_nodes=request.max_nodes,
+                sync_wait_ms=round(sync_wait_ms),
+            ),
+            traceparent="" if request.spans is None else request.spans.traceparent,
+            sources=() if len(sources) == len(ALL_SOURCES) else sources_to_proto(sources),
             weights=self.generation.weights,
         )
 
     def note_growth(self, worker_id: str, *, as_of: int, nodes: int) -> None:
         """Growth has come, for the trace."""
         if self.request.trace:
+            arrived_ns = clock.now_ns()
             self.arrivals.append(
-                GrowthArrival(worker_id=worker_id, arrived_ns=clock.now_ns(), as_of=as_of, nodes=nodes)
+                generation_pb2.GrowthArrival(worker_id=worker_id, arrived_ns=arrived_ns, as_of=as_of, nodes=nodes)
             )
 
     @property
@@ -344,15 +355,15 @@ class Session:
             f"the tokens of request {request_id} cannot be turned into text: {type(error).__name__}: {error}"
         )
 
-    def _round_record(self, outcome: Outcome, results: RoundResults, before: int) -> RoundRecord:
+    def _round_record(self, outcome: Outcome, results: RoundResults, before: int) -> generation_pb2.Round:
         growth, self.arrivals = self.arrivals, []
-        return RoundRecord(
+        return generation_pb2.Round(
             index=self.index,
             step=results.number,
             length=before,
             result_ns=self.committed_ns,
-            step_ns=results.step_ns,
-            forward_ns=results.forward_ns,
+            step_ns=results.report.step_ns,
+            forward_ns=results.report.forward_ns,
             selected=outcome.selected,
             accepted=outcome.accepted,
             emitted_token_ids=outcome.token_ids,

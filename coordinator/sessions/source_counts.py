@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Self
 
-from outrider.coordinator.sessions.messages import Outcome, SourceCounts
-from outrider.drafting.growth_source import NUM_SOURCES, GrowthSource
+from outrider.coordinator.sessions.messages import Outcome
+from outrider.drafting.growth_source import NUM_SOURCES, GrowthSource, to_proto
+from outrider.v1 import generation_pb2
 
 
 class SourceTally:
@@ -39,14 +40,19 @@ class SourceTally:
             for sources in outcome.sources:
                 accepted[sources] += 1
 
-    def counts(self) -> list[SourceCounts]:
+    def counts(self) -> list[generation_pb2.SourceStats]:
         """By source, those that have grown anything; a node that several have proposed counts for each."""
         accepted = {
             source: sum(count for sources, count in self._accepted.items() if sources >> source & 1)
             for source in GrowthSource
         }
         return [
-            SourceCounts(source, grown, submitted, accepted[source])
+            generation_pb2.SourceStats(
+                source=to_proto(source),
+                drafted_tokens=grown,
+                submitted_tokens=submitted,
+                accepted_tokens=accepted[source],
+            )
             for source, grown, submitted in zip(GrowthSource, self._grown, self._submitted, strict=True)
             if grown or accepted[source]
         ]

@@ -31,7 +31,7 @@ class Totals:
     def note_round(self, results: RoundResults, taken: Taken, now_ns: int) -> None:
         """Count a round."""
         # What no round has brought about has no time.
-        self.steps += results.step_ns > 0
+        self.steps += results.report.step_ns > 0
         self.verify_steps += len(taken)
         for _, outcome, _ in taken:
             self.emitted_tokens += len(outcome.token_ids)

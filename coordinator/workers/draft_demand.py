@@ -73,8 +73,8 @@ class DraftDemand:
 
     def note_round(self, results: RoundResults, taken: "Taken") -> None:
         """One round of a target."""
-        self.target_ns += results.step_ns
-        self.plain_ns += results.plain_ns
+        self.target_ns += results.report.step_ns
+        self.plain_ns += results.report.plain_ns
         drafted = [outcome for session, outcome, _ in taken if session.draft_epochs and session.mode is _ASYNC]
         self.rounds += len(drafted)
         self.tokens += sum(len(outcome.token_ids) for outcome in drafted)

@@ -10,7 +10,6 @@ equal nodes become one. A draft is asked for the sources that have places, and f
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.session import PLACES, Drafter, Session
@@ -87,12 +86,12 @@ class DraftPlaces:
         sources = ranked[: session.places.count(None)]
         # Together the places of a session hold no more than the target's pool.
         of_place = self._config.max_live_nodes // min(self._wanted(session) * len(own), PLACES)
-        opening = session.opening(max_live_nodes=max(of_place, 1) * len(sources))
-        opening = replace(opening, sources=frozenset(sources))
+        max_depth = session.request.max_depth
         if session.mode is SpeculationMode.ASYNC:
             # Growth goes on below a tree that is being verified, and below the target's own token after it: with a
             # tree's own depth a draft would stand still, once it is as deep as that, until the answer is there.
-            opening = replace(opening, max_depth=2 * (opening.max_depth + 1))
+            max_depth = 2 * (max_depth + 1)
+        opening = session.opening(max_live_nodes=max(of_place, 1) * len(sources), max_depth=max_depth, sources=sources)
         places = session.join_draft(peer.worker_id, opening.epoch, sources)
         peer.sessions.add(session.session_id)
         self._tell(session, places, target_pb2.PLACE_CHANGE_TAKEN)

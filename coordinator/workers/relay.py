@@ -14,7 +14,7 @@ from typing import Protocol
 
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
-from outrider.coordinator.sessions.messages import Commits, FaultKind, GrowthBatch, Outcome, RoundResults, SessionFault
+from outrider.coordinator.sessions.messages import FaultKind, GrowthBatch, Outcome, RoundResults, SessionFault
 from outrider.coordinator.sessions.session import Drafter, Session
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.drafts import Drafts
@@ -22,7 +22,7 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.sampling import SpeculationMode
-from outrider.v1 import target_pb2
+from outrider.v1 import draft_pb2, target_pb2
 from outrider.wire import entries_of, floats_to_bytes, rows_of, uints_to_bytes
 
 # Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
@@ -163,13 +163,14 @@ class Relay:
         target, now_ns = self._targets.get(worker_id), clock.now_ns()
         if target is None:
             return
+        message = results.message
         open_sessions = [
             (row, session)
-            for row, (session_id, epoch) in enumerate(zip(results.session_ids[:], results.epochs[:], strict=True))
+            for row, (session_id, epoch) in enumerate(zip(message.session_ids[:], message.epochs[:], strict=True))
             if (session := self._session_of(target, session_id, epoch)) is not None
         ]
         try:
-            self._commit(open_sessions, results)
+            self._commit(open_sessions, message)
         finally:
             # Tokens are kept even if a draft's link fails.
             outcomes = results.outcomes
@@ -204,12 +205,12 @@ class Relay:
             session.deliver()
         for session in ended:
             self._end(session)
-        for session_id, epoch, fault in results.faults:
-            if (session := self._session_of(target, session_id, epoch)) is not None:
-                self._owner.take_fault(session, fault)
+        for error in results.message.errors:
+            if (session := self._session_of(target, error.session_id, error.epoch)) is not None:
+                self._owner.take_fault(session, SessionFault.of(error))
         self._deliver_soon()
 
-    def _commit(self, open_sessions: Sequence[tuple[int, Session]], results: RoundResults) -> None:
+    def _commit(self, open_sessions: Sequence[tuple[int, Session]], results: target_pb2.RoundResults) -> None:
         """Tell drafts what their sessions, each with its row, have got, before anything else is done with it.
 
         A session that has ended with it, perhaps before the last token, is closed there next.
@@ -227,7 +228,7 @@ class Relay:
                     positions.append(position)
         for draft_id, (rows, epochs, positions) in rows_by_draft.items():
             self._drafts.peers[draft_id].link.commit(
-                Commits(
+                draft_pb2.CommitBatch(
                     session_ids=rows_of(results.session_ids, rows),
                     epochs=epochs,
                     positions=positions,

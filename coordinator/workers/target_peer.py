@@ -61,7 +61,7 @@ class TargetPeer:
     def open(self, session: Session, *, sync_wait_ms: float) -> None:
         """Give a session its place here, and open it, with the drafts that it has."""
         self.sessions[session.session_id] = session
-        opening = session.opening(max_live_nodes=0, sync_wait_ms=sync_wait_ms)
+        opening = session.opening(sync_wait_ms=sync_wait_ms)
         session.target_id, session.target_epoch, session.is_held = self.worker_id, opening.epoch, False
         self.link.open_session(opening)
         for place, drafter in enumerate(session.places):

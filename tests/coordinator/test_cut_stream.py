@@ -9,10 +9,11 @@ from tests.coordinator.fake_workers import FakeTarget
 from tests.coordinator.round_servicer import RoundServicer
 
 from outrider import rpc
-from outrider.coordinator.sessions.messages import RoundResults, SessionOpening
+from outrider.coordinator.sessions.messages import RoundResults
 from outrider.coordinator.workers.links import TargetLink
-from outrider.sampling import SamplingSpec, SpeculationMode
-from outrider.v1 import target_pb2_grpc
+from outrider.sampling import SamplingSpec
+from outrider.v1 import common_pb2, target_pb2_grpc
+from outrider.wire import uints_to_bytes
 
 
 class Wire:
@@ -79,19 +80,8 @@ async def test_a_target_whose_results_do_not_arrive_any_more_is_lost(port, servi
     link = TargetLink(
         await wire.listen(), incarnation=1, vocab_size=50, on_results=results.append, on_lost=lost.set_result
     )
-    link.open_session(
-        SessionOpening(
-            session_id=1,
-            epoch=1,
-            prompt=[1, 2],
-            output=[],
-            sampling=SamplingSpec(max_new_tokens=1 << 20),
-            mode=SpeculationMode.ASYNC,
-            max_live_nodes=0,
-            max_depth=8,
-            max_nodes=8,
-        )
-    )
+    sampling = SamplingSpec(max_new_tokens=1 << 20).to_proto()
+    link.open_session(common_pb2.SessionOpen(session_id=1, epoch=1, prompt=uints_to_bytes([1, 2]), sampling=sampling))
     try:
         async with asyncio.timeout(60):
             while not results:

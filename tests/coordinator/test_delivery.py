@@ -13,7 +13,6 @@ from tests.polling import until
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
-    Commits,
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
@@ -27,7 +26,7 @@ from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers import relay
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec, SpeculationMode
-from outrider.v1 import registry_pb2, target_pb2
+from outrider.v1 import draft_pb2, registry_pb2, target_pb2
 
 LIMITS = registry_pb2.WorkerLimits(max_sessions=50, max_step_tokens=64)
 
@@ -129,7 +128,7 @@ async def test_drafts_hear_before_any_client(bench, happened):
     draft = bench.add_draft(delay_s=1000.0)
     commit = draft.commit
 
-    def noting(commits: Commits) -> None:
+    def noting(commits: draft_pb2.CommitBatch) -> None:
         happened.append(f"{len(commits.session_ids)} commits")
         commit(commits)
 

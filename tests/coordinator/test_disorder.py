@@ -103,7 +103,7 @@ async def test_outputs_are_right_and_nothing_is_left_behind(
             async with asyncio.timeout(cancel_after_s):
                 outputs, result = await bench.generate(request)
             assert outputs == [expect_output(request.prompt_token_ids, request.sampling)] * request.n
-            assert all(own.accepted <= own.drafted for own in result.speculation.sources)
+            assert all(own.accepted_tokens <= own.drafted_tokens for own in result.speculation.sources)
 
     tasks = [
         asyncio.create_task(run(make_request(number, chance), 0.1 * chance.random(), chance.choice([None, None, 0.05])))

@@ -11,14 +11,13 @@ from outrider.coordinator.sessions.messages import (
     GenerationRequest,
     Outcome,
     SessionFault,
-    SessionOpening,
-    SourceCounts,
 )
 from outrider.coordinator.sessions.session import PLACES
 from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.drafting.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
-from outrider.v1 import registry_pb2, target_pb2
+from outrider.v1 import common_pb2, registry_pb2, target_pb2
+from outrider.v1.generation_pb2 import SourceStats
 
 MODEL, NGRAM, EAGLE = GrowthSource
 LONG = SamplingSpec(max_new_tokens=100_000)
@@ -247,11 +246,13 @@ async def test_drafts_hear_what_was_asked_for_and_look_further_than_one_tree(mak
         opened.clear()
         request = make_request(max_depth=4, sources=sources, mode=mode)
         generation = bench.scheduler.submit(request, [TextStream(None)])
-        assert {name: opening.max_depth for name, opening in opened.items()} == depths
+        assert {name: opening.limits.max_depth for name, opening in opened.items()} == depths
         # Each is asked for what it has, and gets the credit of its places.
         asked = {"model": {MODEL}, "trie": {NGRAM}}
-        assert {name: opening.sources for name, opening in opened.items()} == {name: asked[name] for name in opened}
-        assert {opening.max_live_nodes for opening in opened.values()} == {128}
+        assert {name: set(opening.sources) for name, opening in opened.items()} == {
+            name: asked[name] for name in opened
+        }
+        assert {opening.limits.max_live_nodes for opening in opened.values()} == {128}
         generation.cancel()
 
 
@@ -266,10 +267,10 @@ async def test_sources_are_counted_for_the_request_and_for_the_server(make_bench
     counted = {own.source: own for own in result.speculation.sources}
     assert set(counted) == {MODEL, NGRAM}
     for own in counted.values():
-        assert own.drafted >= own.accepted > 0
-        assert own.drafted >= own.submitted >= own.accepted
-        assert own.accepted <= result.speculation.accepted_tokens
-    assert sum(own.accepted for own in counted.values()) >= result.speculation.accepted_tokens
+        assert own.drafted_tokens >= own.accepted_tokens > 0
+        assert own.drafted_tokens >= own.submitted_tokens >= own.accepted_tokens
+        assert own.accepted_tokens <= result.speculation.accepted_tokens
+    assert sum(own.accepted_tokens for own in counted.values()) >= result.speculation.accepted_tokens
     assert bench.scheduler.totals.sources.counts() == list(result.speculation.sources)
 
 
@@ -280,10 +281,10 @@ async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
     bench.add_draft("model", accuracy=0.6, delay_s=0.002)
     bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
     task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=300))))
-    last: dict[GrowthSource, tuple[int, ...]] = {}
+    last: dict[int, tuple[int, ...]] = {}
     while not task.done():
         for own in bench.scheduler.totals.sources.counts():
-            counts = (own.drafted, own.submitted, own.accepted)
+            counts = (own.drafted_tokens, own.submitted_tokens, own.accepted_tokens)
             assert all(now >= before for now, before in zip(counts, last.get(own.source, counts), strict=True))
             last[own.source] = counts
         await asyncio.sleep(0.0001)
@@ -335,9 +336,12 @@ async def test_what_was_verified_is_counted_for_the_source_that_alone_has_grown(
     bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
     _, result = await bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=60)))
     (own,) = result.speculation.sources
-    assert own.source is NGRAM
-    assert own.drafted > own.submitted > own.accepted > 0
-    assert (own.submitted, own.accepted) == (result.speculation.drafted_tokens, result.speculation.accepted_tokens)
+    assert own.source == NGRAM
+    assert own.drafted_tokens > own.submitted_tokens > own.accepted_tokens > 0
+    assert (own.submitted_tokens, own.accepted_tokens) == (
+        result.speculation.drafted_tokens,
+        result.speculation.accepted_tokens,
+    )
 
 
 async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_drafter_sends(make_bench):
@@ -356,7 +360,9 @@ async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_d
     )  # fmt: skip
     for outcome in rounds:
         bench.scheduler.relay.take_results("target", results_of([outcome]))
-    assert bench.scheduler.totals.sources.counts() == [SourceCounts(EAGLE, drafted=6, submitted=3, accepted=1)]
+    assert bench.scheduler.totals.sources.counts() == [
+        SourceStats(source=to_proto(EAGLE), drafted_tokens=6, submitted_tokens=3, accepted_tokens=1)
+    ]
 
 
 async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):
@@ -364,7 +370,7 @@ async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):
     target = bench.add_target()
     target.runs.clear()
     draft = bench.add_draft("both", delay_s=1000.0, sources=[MODEL, NGRAM])
-    opened = list[SessionOpening]()
+    opened = list[common_pb2.SessionOpen]()
     open_session = draft.open_session
     draft.open_session = lambda opening: (opened.append(opening), open_session(opening))
     every, chain = (
@@ -372,9 +378,9 @@ async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):
         for number, changes in ((1, {}), (2, {"sampling": REJECTION}))
     )
     assert target.told == ["open 1", "TAKEN 1.0", "TAKEN 1.1", "open 2", "TAKEN 2.0"]
-    assert [opening.sources for opening in opened] == [{MODEL, NGRAM}, {MODEL}]
+    assert [set(opening.sources) for opening in opened] == [{MODEL, NGRAM}, {MODEL}]
     # Together they fill the target's pool, and no more.
-    assert [opening.max_live_nodes for opening in opened] == [256, 256]
+    assert [opening.limits.max_live_nodes for opening in opened] == [256, 256]
     bench.scheduler.drafts.remove("both")
     assert target.told[5:] == ["LEFT 1.0", "LEFT 1.1", "LEFT 2.0"]
     assert every.sessions[0].places == [None] * PLACES

@@ -27,10 +27,10 @@ from outrider.coordinator.sessions.messages import (
     FinishReason,
     GenerationEvent,
     GenerationRequest,
-    RoundRecord,
     TokenLogprobs,
 )
 from outrider.errors import InternalError, WorkerUnavailable
+from outrider.v1.generation_pb2 import Round
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -175,11 +175,8 @@ async def test_log_probabilities_in_both_shapes() -> None:
                 assert [entry.top_logprobs for entry in chunk.choices[0].logprobs.content] == [[], []]
 
 
-def verification(nodes: int, accepted: int) -> RoundRecord:
-    return RoundRecord(
-        index=0, step=1, length=2, result_ns=1, step_ns=1, forward_ns=1, selected=nodes, accepted=accepted,
-        emitted_token_ids=[A], growth=[],
-    )  # fmt: skip
+def verification(nodes: int, accepted: int) -> Round:
+    return Round(selected=nodes, accepted=accepted, emitted_token_ids=[A])
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])

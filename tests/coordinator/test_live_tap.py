@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from outrider.coordinator.live.tap import FORMAT, VERSION, watch
-from outrider.coordinator.sessions.messages import GenerationResult, RoundRecord, TokenDelta
+from outrider.coordinator.sessions.messages import GenerationResult, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.sampling import SpeculationMode
+from outrider.v1.generation_pb2 import Round
 
 
 def as_bytes(token: int) -> bytes:
@@ -25,7 +26,7 @@ async def watched_run(bench, request, *, max_lines: int = 100_000, after: int = 
     assert session.tap is None
     async for event in generation:
         events.append(event)
-        if watcher is None and sum(isinstance(each, RoundRecord) for each in events) >= after:
+        if watcher is None and sum(isinstance(each, Round) for each in events) >= after:
             watcher = watch(session, as_bytes, max_lines=max_lines)
     generation.cancel()
     assert session.tap is None
@@ -127,7 +128,7 @@ async def test_every_round_is_told_as_it_was(bench, make_request):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
     lines, events = await run_from_start(bench, make_request(trace=True))
-    rounds = [event for event in events if isinstance(event, RoundRecord)]
+    rounds = [event for event in events if isinstance(event, Round)]
     assert len(rounds) == len(of_kind(lines, "verdict"))
     for record, verdict in zip(rounds, of_kind(lines, "verdict"), strict=True):
         assert (verdict["selected"], len(verdict["accepted"])) == (record.selected, record.accepted)
@@ -147,7 +148,7 @@ async def test_watching_may_begin_and_end_in_the_middle(bench, make_request):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
     lines, events = await watched_run(bench, make_request(trace=True), after=3)
-    verdicts, rounds = of_kind(lines, "verdict"), [event for event in events if isinstance(event, RoundRecord)]
+    verdicts, rounds = of_kind(lines, "verdict"), [event for event in events if isinstance(event, Round)]
     assert 0 < len(verdicts) < len(rounds)
     for record, verdict in zip(rounds[-len(verdicts) :], verdicts, strict=True):
         assert [token for _, token, _ in verdict["emitted"]] == list(record.emitted_token_ids)

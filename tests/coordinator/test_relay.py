@@ -233,7 +233,7 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     assert [(*growth.places, *nodes_of(growth)[0], *growth.sources) for growth in target.grown] == [
         (0, 1, 2), (1, 1, 2, 2, 2),
     ]  # fmt: skip
-    counted = {own.source: own.drafted for own in bench.scheduler.totals.sources.counts()}
+    counted = {own.source: own.drafted_tokens for own in bench.scheduler.totals.sources.counts()}
     assert counted == {GrowthSource.MODEL: 2, GrowthSource.NGRAM: 2}
     # One of its trees is lost: it is asked once, for all.
     for lost in (0b10, 0b11):
@@ -252,7 +252,7 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     bench.grow("draft", growth_of(session, [7, 8], again=True))
     assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
     # Nothing of it has been grown anew.
-    assert counted == {own.source: own.drafted for own in bench.scheduler.totals.sources.counts()}
+    assert counted == {own.source: own.drafted_tokens for own in bench.scheduler.totals.sources.counts()}
     bench.scheduler.relay.take_results("target", results_of([outcome]))
     assert len(draft.asked_again) == 2
 

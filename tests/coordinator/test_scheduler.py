@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 from tests.byte_tokenizer import ALPHABET, byte_tokenizer
-from tests.coordinator.fake_workers import Growth
+from tests.coordinator.fake_workers import Growth, results_of
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import FinishReason, GenerationResult, GrowthBatch, RoundRecord, TokenDelta
+from outrider.coordinator.sessions.messages import FinishReason, GenerationResult, GrowthBatch, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
 from outrider.sampling import SamplingSpec, SpeculationMode
+from outrider.v1.generation_pb2 import Round
 
 
 @pytest.mark.parametrize("mode", list(SpeculationMode))
@@ -239,7 +240,7 @@ async def test_trace_counts_growth_behind_a_result_to_the_next_round(bench, make
             bench.grow("draft", growth)
 
     target.on_results = take_and_grow
-    rounds = [event async for event in generation if isinstance(event, RoundRecord)]
+    rounds = [event async for event in generation if isinstance(event, Round)]
     assert [len(record.growth) for record in rounds] == [0, 1, 0]
 
 
@@ -248,7 +249,7 @@ async def test_trace_tells_of_every_round_as_it_was(bench, make_request):
     bench.add_draft(accuracy=0.5, delay_s=0.004)
     generation = bench.scheduler.submit(make_request(trace=True), [TextStream(None)])
     events = [event async for event in generation]
-    rounds, result = [event for event in events if isinstance(event, RoundRecord)], events[-1]
+    rounds, result = [event for event in events if isinstance(event, Round)], events[-1]
     assert [list(record.emitted_token_ids) for record in rounds] == [done[1] for done in target.rounds]
     assert sum(record.accepted for record in rounds) == result.speculation.accepted_tokens > 0
     assert sum(record.selected for record in rounds) == result.speculation.drafted_tokens
@@ -278,7 +279,7 @@ async def test_a_choice_that_a_stop_string_ends_is_closed_at_its_workers_and_cou
     (session,) = generation.sessions
     events = [event async for event in generation]
     assert [token for event in events if isinstance(event, TokenDelta) for token in event.token_ids] == whole[:end]
-    result, rounds = events[-1], [event for event in events if isinstance(event, RoundRecord)]
+    result, rounds = events[-1], [event for event in events if isinstance(event, Round)]
     assert (result.choices[0].stop_string, result.choices[0].completion_tokens) == (stop, end)
     # The target had gone further in its last round: what lies behind the stop string is nobody's.
     assert sum(len(done[session.session_id]) for done in target.rounds) > end
@@ -299,8 +300,8 @@ async def test_results_of_sessions_that_have_ended_are_nobodys(bench, make_reque
     await asyncio.sleep(0.003)
     (results,) = told
     (outcome,) = results.outcomes
-    for stranger in ({"epochs": [outcome.epoch + 1]}, {"session_ids": [outcome.session_id + 1]}):
-        take(replace(results, **stranger))
+    for stranger in ({"epoch": outcome.epoch + 1}, {"session_id": outcome.session_id + 1}):
+        take(results_of([outcome._replace(**stranger)]))
     assert session.output_length == bench.scheduler.totals.emitted_tokens == 0
     generation.cancel()
     take(results)

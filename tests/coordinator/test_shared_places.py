@@ -6,7 +6,7 @@ import pytest
 from tests.coordinator.fake_workers import FakeTarget
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import FaultKind, SessionOpening
+from outrider.coordinator.sessions.messages import FaultKind
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.shared_places import SharedPlaces, places
@@ -71,7 +71,7 @@ class SharedTarget(FakeTarget):
         self.fault_kind = FaultKind.NO_ROOM
         self.refused = 0
 
-    def open_session(self, opening: SessionOpening) -> None:
+    def open_session(self, opening: common_pb2.SessionOpen) -> None:
         super().open_session(opening)
         if len(self.room.held) < PLACES:
             self.room.held.add((self.name, opening.session_id))

@@ -37,12 +37,12 @@ from outrider.coordinator.api.validation import max_request_bytes
 from outrider.coordinator.sessions.messages import (
     GenerationRequest,
     GenerationResult,
-    RoundRecord,
     TokenDelta,
     TokenLogprobs,
 )
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.v1 import generation_pb2
 
 # JSON takes more room than the same request by gRPC: digits and commas, and escapes of what is not ASCII.
 _JSON_FACTOR = 3
@@ -267,7 +267,7 @@ class _Response:
                     chunks.append(self._first(prompt, index))
                 chunks.append(self._format.last(result, index, usage))
             return "".join(chunks)
-        if isinstance(event, RoundRecord):
+        if isinstance(event, generation_pb2.Round):
             self._metrics.note_round(event)
         elif isinstance(event, TokenLogprobs):
             self._take_scores(prompt, event)

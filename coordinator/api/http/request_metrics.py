@@ -7,7 +7,8 @@ all nodes that were verified, its accepted ones a path, and `num_spec_tokens` is
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, RoundRecord
+from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult
+from outrider.v1 import generation_pb2
 
 
 class RequestMetrics:
@@ -29,7 +30,7 @@ class RequestMetrics:
         """A prompt's generation begins."""
         self._requests.append(request)
 
-    def note_round(self, record: RoundRecord) -> None:
+    def note_round(self, record: generation_pb2.Round) -> None:
         """A verification; one without draft tokens is none of speculative decoding."""
         if record.selected:
             self._accepted.append(record.accepted)
