@@ -10,11 +10,12 @@ import grpc.aio
 
 from outrider import request_decoding, tracing
 from outrider.coordinator.api.access import Access
-from outrider.coordinator.api.generations import Generations, Submitter
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.packing import response, started, tree_lines
 from outrider.coordinator.api.validation import RequestLimits, check_known_fields
 from outrider.coordinator.live.recording import recording
 from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.coordinator.workers.peers import Peers
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Unauthenticated
@@ -47,7 +48,7 @@ class GenerationServicer:
 
     def __init__(
         self,
-        scheduler: Submitter,
+        scheduler: Scheduler,
         *,
         model: common_pb2.ModelInfo,
         tokenizer: TextTokenizer | None,

@@ -7,7 +7,6 @@ from outrider.coordinator.api.access import Caller
 from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.live.tap import watch
 from outrider.coordinator.live.watcher import Watcher
-from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
@@ -22,9 +21,7 @@ def pieces(tokenizer: TextTokenizer | None) -> Callable[[int], bytes]:
 
 def record(generations: Generations, checked: GenerationRequest, caller: Caller) -> Watcher | None:
     """Watches a request that has just been submitted from its beginning; None where it has ended at once."""
-    generation = generations.live[(caller.name, checked.request_id)].generation
-    assert isinstance(generation, Generation)
-    session = generation.sessions[0]
+    session = generations.live[caller.name, checked.request_id].sessions[0]
     if session.is_finished:
         return None
     return watch(session, pieces(generations.tokenizer), max_lines=_MOST_LINES)

@@ -243,5 +243,6 @@ def watch(session: "Session", piece: Callable[[int], bytes], *, max_lines: int =
     """Begins to watch a session; `close` the watcher in the end."""
     tap = session.tap
     if tap is None:
-        tap = session.tap = SessionTap(session, piece)
+        # To pyright, which follows the link of the package, this file's class and that of its name are two.
+        tap = session.tap = SessionTap(session, piece)  # pyright: ignore[reportAttributeAccessIssue]
     return tap.watch(max_lines=max_lines)

@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.admission import Admission, Occupancy
@@ -99,7 +100,9 @@ class Scheduler:
         self._targets: dict[str, TargetPeer] = {}
         self.totals = Totals()
         self.drafts = Drafts(config, self._sessions, self._targets)
-        self.relay = Relay(self._sessions, self._targets, self.drafts, self.totals, self)
+        # To pyright, which follows the link of the package, this file's class and that of its name are two.
+        own: Any = self
+        self.relay = Relay(self._sessions, self._targets, self.drafts, self.totals, own)
         self._faults = SessionFaults(config, self._targets, self.totals, move=self._move, reopen=self._open)
         self._router = PrefixRouter()
         self._admission = Admission(

@@ -3,15 +3,13 @@
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outrider.coordinator.live.watcher import Watcher
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
-    GrowthBatch,
     Outcome,
     RoundResults,
     TokenDelta,
@@ -26,6 +24,9 @@ from outrider.sampling import MODE_NUMBERS, SpeculationMode, VerificationRule
 from outrider.v1 import common_pb2, generation_pb2
 from outrider.wire import uints_to_bytes
 
+if TYPE_CHECKING:
+    from outrider.coordinator.live.tap import SessionTap
+
 logger = logging.getLogger(__name__)
 
 PLACES = 4
@@ -37,30 +38,6 @@ class Drafter(NamedTuple):
 
     worker_id: str
     source: GrowthSource
-
-
-class Tap(Protocol):
-    """Listener to a session's tree while somebody watches it."""
-
-    def watch(self, *, max_lines: int) -> Watcher:
-        """One more watches."""
-        ...
-
-    def note_growth(self, worker_id: str, growth: GrowthBatch, place: int) -> None:
-        """A draft has grown nodes: the session's part of a message."""
-        ...
-
-    def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:
-        """A round has ended."""
-        ...
-
-    def note_delivered(self, text: str) -> None:
-        """The client has been told of tokens."""
-        ...
-
-    def note_end(self) -> None:
-        """Nothing more will come."""
-        ...
 
 
 class Session:
@@ -106,7 +83,7 @@ class Session:
         """Its target waits for its client."""
         self.probation = 0
         """Results for which it is to be verified alone, after a worker crashed with it."""
-        self.tap: Tap | None = None
+        self.tap: SessionTap | None = None
         """Only while somebody watches its tree."""
         self._take_received(request.received.get(index, ()))
         self._delivered = len(self.token_ids)

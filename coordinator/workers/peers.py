@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -20,6 +20,9 @@ from outrider.errors import FieldViolation, InvalidRequest
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import peer_pb2, peer_pb2_grpc
+
+if TYPE_CHECKING:
+    from outrider.coordinator.api.generations import Generations
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +38,6 @@ _RESOLVE_TIMEOUT_S = 5.0
 
 Key = tuple[str, str]
 """Caller and request id."""
-
-
-class LiveRequests(Protocol):
-    """Those of one coordinator."""
-
-    def seed_of(self, key: Key) -> int | None:
-        """Of a live request; None where there is none."""
-
-    def end(self, key: Key, reason: str) -> bool:
-        """Ends a live request; False where there is none."""
-        ...
 
 
 class _Peer:
@@ -164,7 +156,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         live: its requests.
     """
 
-    def __init__(self, live: LiveRequests, *, incarnation: int) -> None:
+    def __init__(self, live: "Generations", *, incarnation: int) -> None:
         self._live, self._incarnation = live, incarnation
 
     def add_to(self, server: grpc.aio.Server) -> None:

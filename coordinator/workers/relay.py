@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
@@ -25,6 +25,9 @@ from outrider.sampling import SpeculationMode
 from outrider.v1 import draft_pb2, target_pb2
 from outrider.wire import entries_of, floats_to_bytes, rows_of, uints_to_bytes
 
+if TYPE_CHECKING:
+    from outrider.coordinator.sessions.scheduler import Scheduler
+
 # Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
 # writes would delay results and growth; what a request gets until it is its turn goes out as one message.
 _WRITES_AT_ONCE = 8
@@ -37,22 +40,6 @@ _ASYNC = SpeculationMode.ASYNC
 _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
 
 
-class SessionOwner(Protocol):
-    """Owner of sessions, which places and ends them: the scheduler."""
-
-    def finish_session(self, session: Session) -> None:
-        """The session has emitted its last token."""
-        ...
-
-    def take_fault(self, session: Session, fault: SessionFault) -> None:
-        """The target has lost or refused the session."""
-        ...
-
-    def note_progress(self, sessions: Sequence[Session]) -> None:
-        """These sessions have emitted tokens, and go on."""
-        ...
-
-
 class Relay:
     """Hands on growth, commits and tokens.
 
@@ -61,7 +48,7 @@ class Relay:
         targets: by worker id; a live view.
         drafts: the draft workers.
         totals: where all is counted.
-        owner: of the sessions.
+        scheduler: places sessions, and ends them.
     """
 
     def __init__(
@@ -70,10 +57,10 @@ class Relay:
         targets: Mapping[str, TargetPeer],
         drafts: Drafts,
         totals: Totals,
-        owner: SessionOwner,
+        scheduler: "Scheduler",
     ) -> None:
         self._sessions, self._targets, self._drafts = sessions, targets, drafts
-        self._totals, self._owner = totals, owner
+        self._totals, self._scheduler = totals, scheduler
         # Requests whose readers wait while there are tokens for them, in the order in which both were so.
         self._line: dict[Generation, None] = {}
         # Of those that are written now, since when.
@@ -199,7 +186,7 @@ class Relay:
                 self._drafts.ask_for_lost(session, outcome.lost)
         target.note_round([session for session, _, _ in taken])
         self._totals.note_round(results, taken, now_ns)
-        self._owner.note_progress([session for session, _, _ in taken])
+        self._scheduler.note_progress([session for session, _, _ in taken])
         for session in [*(one for one, _, _ in taken if not one.generation.times.first_token_ns), *ended]:
             # First tokens are waited for; the end of a request is told behind the tokens of all its choices.
             session.deliver()
@@ -207,7 +194,7 @@ class Relay:
             self._end(session)
         for error in results.message.errors:
             if (session := self._session_of(target, error.session_id, error.epoch)) is not None:
-                self._owner.take_fault(session, SessionFault.of(error))
+                self._scheduler.take_fault(session, SessionFault.of(error))
         self._deliver_soon()
 
     def _commit(self, open_sessions: Sequence[tuple[int, Session]], results: target_pb2.RoundResults) -> None:
@@ -240,9 +227,9 @@ class Relay:
     def _end(self, session: Session) -> None:
         """See to a session that has ended, as it should or not."""
         if session.result is not None:
-            self._owner.finish_session(session)
+            self._scheduler.finish_session(session)
         elif not session.is_finished:
-            self._owner.take_fault(session, _ENDED)
+            self._scheduler.take_fault(session, _ENDED)
 
     def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
         """The session if it is this target's under this epoch, and goes on."""

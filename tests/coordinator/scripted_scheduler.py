@@ -3,31 +3,32 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import GenerationEvent, GenerationRequest
+from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import OutriderError, Overloaded
 
 Play = Callable[[GenerationRequest], Sequence[GenerationEvent | OutriderError | None]]
 
 
-class ScriptedGeneration:
+class ScriptedGeneration(Generation):
     """Plays one event after the other; None waits until it is told to go on, or ended."""
 
-    weights = ""
-
-    def __init__(self, events: Sequence[GenerationEvent | OutriderError | None]) -> None:
-        self._events = events
-        self._error: OutriderError | None = None
+    def __init__(self, request: GenerationRequest, events: Sequence[GenerationEvent | OutriderError | None]) -> None:
+        super().__init__(request, max_unread_rounds=1, release=lambda _: self.go_on.set())
+        self._script = events
         self.go_on = asyncio.Event()
         self.is_cancelled = asyncio.Event()
         self.played = 0
 
     async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
-        for event in self._events:
+        for event in self._script:
             if event is None:
                 await self.go_on.wait()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if isinstance(event, OutriderError):
                 raise event
             if event is not None:
@@ -35,18 +36,15 @@ class ScriptedGeneration:
                 yield event
 
     def cancel(self) -> None:
-        self.go_on.set()
+        super().cancel()
         self.is_cancelled.set()
 
-    def abort(self, error: OutriderError) -> None:
-        self._error = error
-        self.go_on.set()
 
-
-class ScriptedScheduler:
+class ScriptedScheduler(Scheduler):
     """Gives out generations made by `play`, and keeps what it was asked."""
 
     def __init__(self, play: Play) -> None:
+        super().__init__(CoordinatorConfig())
         self.play = play
         self.requests: list[GenerationRequest] = []
         self.generations: list[ScriptedGeneration] = []
@@ -62,5 +60,5 @@ class ScriptedScheduler:
             raise self.error
         assert len(text_streams) == request.n
         self.requests.append(request)
-        self.generations.append(ScriptedGeneration(self.play(request)))
+        self.generations.append(ScriptedGeneration(request, self.play(request)))
         return self.generations[-1]

@@ -1,6 +1,7 @@
 """`outrider top`: rates out of two looks, a frame that fits, and coordinators that come and go."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
@@ -155,36 +156,20 @@ def test_numbers_are_short(value, places, text):
     assert short(value, places) == text
 
 
-class Frames:
-    """Keeps frames."""
-
-    def __init__(self) -> None:
-        self.kept: list[Sequence[Figures]] = []
-
-    def frame(self, frame: Sequence[Figures]) -> None:
-        self.kept.append(frame)
-
-    def __enter__(self) -> "Frames":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
 async def test_it_survives_a_coordinators_restart():
-    frames = Frames()
+    frames = list[Sequence[Figures]]()
     server = CoordinatorServer(CoordinatorConfig(port=0, drain_s=0.1))
     await server.start()
     address = server.address
-    task = asyncio.create_task(watch([address], frames, interval_s=0.05))
+    task = asyncio.create_task(watch([address], contextlib.nullcontext(frames.append), interval_s=0.05))
     try:
-        await until(lambda: frames.kept and frames.kept[-1][0].answers)
+        await until(lambda: frames and frames[-1][0].answers)
         await server.stop()
-        await until(lambda: frames.kept[-1][0].problem)
+        await until(lambda: frames[-1][0].problem)
         server = CoordinatorServer(CoordinatorConfig(port=int(address.rpartition(":")[2]), drain_s=0.1))
         await server.start()
-        await until(lambda: any(frame[0].is_restarted for frame in frames.kept))
-        await until(lambda: frames.kept[-1][0].tokens_per_s == 0.0)
+        await until(lambda: any(frame[0].is_restarted for frame in frames))
+        await until(lambda: frames[-1][0].tokens_per_s == 0.0)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -27,7 +27,7 @@ from outrider.coordinator.api.generations import LARGE_REQUEST_BYTES, Generation
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.errors import error_body
 from outrider.coordinator.api.http.fields import Fields, read_json_object
-from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, Format, WholeChoice
+from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, WholeChoice
 from outrider.coordinator.api.http.parameters import Asked
 from outrider.coordinator.api.http.prompt_events import Event, Stream, prompt_events
 from outrider.coordinator.api.http.request_metrics import RequestMetrics
@@ -54,6 +54,8 @@ _EVENT_STREAM = [
 ]
 
 REQUEST_ID_HEADER = "x-request-id"
+
+Format = CompletionFormat | ChatFormat | ResponsesFormat
 
 
 class UntilDisconnect:
