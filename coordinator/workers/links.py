@@ -7,8 +7,7 @@ from google.protobuf.message import Message
 
 from outrider import tracing
 from outrider.coordinator.sessions.messages import GrowthBatch, RoundResults, SessionFault
-from outrider.coordinator.workers.answers import check_report, check_results
-from outrider.coordinator.workers.growth import growth_batch
+from outrider.coordinator.workers.answers import check_report, check_results, growth_batch
 from outrider.coordinator.workers.worker_link import WorkerLink
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
