@@ -92,7 +92,7 @@ class CoordinatorServer:
         )
         peer_service = PeerServicer(generation.generations, incarnation=self._incarnation)
 
-        generation.generations.on_refusal = self.scheduler.totals.serving.note_refusal
+        generation.generations.on_refusal = self.scheduler.totals.note_refusal
         self.metrics = CoordinatorMetrics(
             self.scheduler,
             workers=self.registry.workers,
@@ -202,7 +202,7 @@ class CoordinatorServer:
             ),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
-            refused_total=sum(totals.serving.refused.values()),
+            refused_total=sum(totals.refused.values()),
             weights=self.registry.reloads.running if self.registry.reloads.running.version else None,
             draft_demand=totals.demand.message(sessions=speculating, undrafted_sessions=undrafted),
         )

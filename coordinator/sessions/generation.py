@@ -14,7 +14,7 @@ from outrider.coordinator.sessions.messages import (
     SpeculationCounts,
     TokenDelta,
 )
-from outrider.coordinator.sessions.source_counts import SourceTally
+from outrider.coordinator.sessions.totals import SourceTally
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from outrider.coordinator.sessions.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.sessions.source_counts import SourceTally
 from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
+from outrider.coordinator.sessions.totals import SourceTally
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource, sources_to_proto
 from outrider.errors import InternalError
 from outrider.roles.log_output import about
@@ -81,6 +81,9 @@ class Session:
         """When tokens were last committed; before there are any, when the session was placed."""
         self.is_held = False
         """Its target waits for its client."""
+        self.reopenings = 0
+        """Since it last emitted tokens: how often it was opened anew, and when its target had no room for it."""
+        self.without_room_since_ns: int | None = None
         self.probation = 0
         """Results for which it is to be verified alone, after a worker crashed with it."""
         self.tap: SessionTap | None = None

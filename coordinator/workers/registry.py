@@ -218,7 +218,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             logger.warning("worker %s left before it was empty", worker.worker_id, extra=worker.ids)
         else:
             pause_s = self._quarantine.note_loss(worker.identity)
-            counts, role = self._scheduler.totals.serving, "target" if worker.is_target else "draft"
+            counts, role = self._scheduler.totals, "target" if worker.is_target else "draft"
             counts.lost_workers[role] += 1
             counts.quarantines[role] += bool(pause_s)
             then = f"; it is left alone for {pause_s:.0f} s" if pause_s else ""

@@ -74,7 +74,7 @@ class Relay:
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
         """Hand on what a draft has grown; it may be late, for sessions that have ended, or of old epochs."""
         peer, taken = self._drafts.peers.get(worker_id), 0
-        self._totals.serving.grown_nodes += len(growth.node_ids)
+        self._totals.grown_nodes += len(growth.node_ids)
         if peer is None:
             self._totals.dropped_nodes += len(growth.node_ids)
             return

@@ -175,7 +175,7 @@ async def test_growth_that_is_nobodys_is_dropped_and_counted(bench, make_request
     session.generation.cancel()
     bench.grow("draft", after)
     assert (totals.dropped_nodes, len(target.grown)) == (12, 1)
-    assert totals.serving.grown_nodes == 14
+    assert totals.grown_nodes == 14
 
 
 async def test_a_draft_that_has_forgotten_its_tree_takes_its_place_anew_before_what_it_grows(bench, make_request):

@@ -36,7 +36,7 @@ async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, mak
     await asyncio.sleep(2.0)
     bench.add_target("second", step_s=0.001)
     await task
-    between = totals.serving.between_tokens
+    between = totals.between_tokens
     assert sum(between.counts) == totals.verify_steps - 1
     assert 2e9 <= between.total < 2.5e9
 
@@ -249,7 +249,7 @@ async def test_a_session_that_its_target_ends_before_its_time_is_opened_anew(ben
     target.on_results(results_of([ended]))
     outputs, _ = await task
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
-    assert bench.scheduler.totals.serving.reopened == 1
+    assert bench.scheduler.totals.reopened == 1
 
 
 @pytest.mark.parametrize("fault", list(FaultKind))
@@ -262,4 +262,4 @@ async def test_a_fault_that_tells_of_an_epoch_that_has_passed_is_nobodys(bench, 
     target.on_results(results_of([], faults=late))
     outputs, _ = await task
     assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
-    assert bench.scheduler.totals.serving.reopened == 0
+    assert bench.scheduler.totals.reopened == 0
