@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from outrider.coordinator.sessions.messages import FaultKind, GrowthBatch, Outcome, RoundResults, SessionFault, TreeEnd
+from outrider.coordinator.sessions.generation import Generation
+from outrider.coordinator.sessions.messages import (
+    FaultKind,
+    GenerationRequest,
+    GrowthBatch,
+    Outcome,
+    RoundResults,
+    SessionFault,
+    TreeEnd,
+)
+from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.workers.worker_link import Latency
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import GrowthSource
@@ -21,6 +31,7 @@ from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes
 
 VOCABULARY = 50
 PLACES = 4
+ENDLESS = SamplingSpec(max_new_tokens=100_000)
 _CODES = {
     FaultKind.LOST: grpc.StatusCode.NOT_FOUND,
     FaultKind.NO_ROOM: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -34,13 +45,29 @@ def next_token(token_ids: Sequence[int]) -> int:
     return (token_ids[-1] * 7 + len(token_ids) * 3 + token_ids[0]) % VOCABULARY
 
 
-def expected_output(prompt: Sequence[int], sampling: SamplingSpec) -> list[int]:
-    token_ids = list(prompt)
-    while len(token_ids) - len(prompt) < sampling.max_new_tokens:
+def make_request(number: int = 1, *, tokens: int = 40, **changes: Any) -> GenerationRequest:
+    """A request whose prompt no other number has."""
+    settings = {
+        "request_id": f"request-{number}",
+        "prompt_token_ids": (number, 2, 3),
+        "sampling": SamplingSpec(max_new_tokens=tokens),
+    }
+    return GenerationRequest(**settings | changes)
+
+
+def expected_output(request: GenerationRequest) -> list[int]:
+    """What the fake target gives a choice."""
+    token_ids, sampling, begin = list(request.prompt_token_ids), request.sampling, len(request.prompt_token_ids)
+    while len(token_ids) - begin < sampling.max_new_tokens:
         token_ids.append(next_token(token_ids))
         if token_ids[-1] in sampling.stop_token_ids:
             break
-    return token_ids[len(prompt) :]
+    return token_ids[begin:]
+
+
+async def tokens_read(generation: Generation) -> list[int]:
+    """All that a client still reads."""
+    return [token async for event in generation for token in getattr(event, "token_ids", ())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +99,21 @@ class Growth:
     source: GrowthSource = GrowthSource.MODEL
     forgot: bool = False
     again: bool = False
+
+
+def growth_of(session: Session, tokens: Sequence[int], *, draft: str = "draft", first: int = 1, **more: Any) -> Growth:
+    """A chain from the session's root."""
+    ids = list(range(first, first + len(tokens)))
+    columns = {
+        "session_id": session.session_id,
+        "epoch": session.draft_epochs[draft],
+        "as_of": len(session.token_ids),
+        "node_ids": ids,
+        "parents": [0, *ids][: len(ids)],
+        "tokens": tokens,
+        "acceptance": [0.5] * len(ids),
+    }
+    return Growth(**columns | more)
 
 
 def batch_of(*growths: Growth) -> GrowthBatch:
