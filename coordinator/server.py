@@ -13,11 +13,12 @@ from starlette.routing import BaseRoute
 from outrider import __version__
 from outrider.addresses import Resolve, resolver
 from outrider.coordinator.api.access import Access, TokenInterceptor
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.chat_template import load_chat_template, read_tokenizer_config
 from outrider.coordinator.api.http.server import HttpServer
 from outrider.coordinator.api.service import GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits, max_request_bytes
+from outrider.coordinator.api.validation import max_request_bytes
 from outrider.coordinator.live.routes import OPEN_PATHS as LIVE_PATHS
 from outrider.coordinator.live.routes import live_routes
 from outrider.coordinator.metrics.families import CoordinatorMetrics, metrics_routes

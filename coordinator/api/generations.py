@@ -20,7 +20,8 @@ from typing import Any
 
 from outrider import tracing
 from outrider.coordinator.api.access import Caller
-from outrider.coordinator.api.validation import MAX_REQUEST_ID_CHARS, RequestLimits, RequestValidator
+from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.validation import MAX_REQUEST_ID_CHARS, RequestValidator
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import GenerationEvent, GenerationRequest, GenerationResult, TokenDelta
 from outrider.coordinator.sessions.request_trace import RequestTrace

@@ -10,9 +10,9 @@ import grpc.aio
 
 from outrider import request_decoding, tracing
 from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.field_checks import RequestLimits, abort_unless_known
 from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.packing import response, started, tree_lines
-from outrider.coordinator.api.validation import RequestLimits, check_known_fields
 from outrider.coordinator.live.recording import recording
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.scheduler import Scheduler
@@ -32,18 +32,11 @@ class GenerationServicer:
     """outrider.v1.GenerationService over a scheduler.
 
     Args:
-        scheduler: takes validated requests.
-        model: that is served; read at every request, so that it may be completed when a target registers.
-        tokenizer: None where the model has none.
-        limits: bounds and defaults of requests.
         server_info: the state of the server now.
         access: who may call, and how much; by default everybody. Calls without a token end before they come here
-            (`TokenInterceptor`).
-        peers: the other coordinators; None: there are none.
-
-    Attributes:
-        access: as given; other doors ask it too.
-        generations: the way to the scheduler, which other doors share.
+            (`TokenInterceptor`); other doors ask it too.
+        scheduler, model, tokenizer, limits, peers, other_names: of `generations`, the way to the scheduler, which other
+            doors share.
     """
 
     def __init__(
@@ -63,7 +56,6 @@ class GenerationServicer:
         self.generations = Generations(
             scheduler, model=model, tokenizer=tokenizer, limits=limits, peers=peers, other_names=other_names
         )
-        self._live = self.generations.live
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server."""
@@ -95,7 +87,7 @@ class GenerationServicer:
         self, request: generation_pb2.AbortRequest, context: Any
     ) -> generation_pb2.AbortResponse:
         """Ends live requests; ids that are not live are left out of the answer."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         try:
             caller = self.access.caller(context)
         except Unauthenticated as error:
@@ -107,7 +99,7 @@ class GenerationServicer:
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
         """The model that is served."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         return generation_pb2.GetModelInfoResponse(
             model=self.generations.model, max_new_tokens_default=self.generations.limits.default_max_new_tokens
         )
@@ -116,14 +108,14 @@ class GenerationServicer:
         self, request: generation_pb2.GetServerInfoRequest, context: Any
     ) -> generation_pb2.ServerInfo:
         """The state of the server now."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         return self._server_info()
 
     async def Watch(  # noqa: N802
         self, request: generation_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[generation_pb2.ServerInfo]:
         """The state of the server at once, then at every interval."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         least, default, most = _WATCH_INTERVAL_MS
         interval_ms = request.interval_ms if request.HasField("interval_ms") else default
         if not least <= interval_ms <= most:
@@ -136,10 +128,3 @@ class GenerationServicer:
                     await asyncio.sleep(interval_ms / 1e3)
         except OutriderError as error:
             await abort_with(context, error)
-
-
-async def _check_known_fields(request: Any, context: Any) -> None:
-    try:
-        check_known_fields(request)
-    except InvalidRequest as error:
-        await abort_with(context, error)

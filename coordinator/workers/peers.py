@@ -15,8 +15,7 @@ import grpc.aio
 
 from outrider import request_decoding, rpc
 from outrider.addresses import Resolve
-from outrider.coordinator.api.unknown_fields import unknown_fields
-from outrider.errors import FieldViolation, InvalidRequest
+from outrider.coordinator.api.field_checks import abort_unless_known
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import peer_pb2, peer_pb2_grpc
@@ -165,7 +164,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
     async def Find(self, request: peer_pb2.FindRequest, context: Any) -> peer_pb2.FindResponse:  # noqa: N802
         """Whether a request runs here."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         seed = None
         if request.incarnation != self._incarnation:
             seed = self._live.seed_of((request.caller, request.request_id))
@@ -173,13 +172,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
     async def End(self, request: peer_pb2.EndRequest, context: Any) -> peer_pb2.EndResponse:  # noqa: N802
         """Ends requests that run here."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         if request.incarnation == self._incarnation:
             return peer_pb2.EndResponse()
         ended = [own for own in request.request_ids if self._live.end((request.caller, own), request.reason)]
         return peer_pb2.EndResponse(request_ids=ended)
-
-
-async def _check_known_fields(request: Any, context: Any) -> None:
-    if unknown := unknown_fields(request):
-        await rpc.abort_with(context, InvalidRequest([FieldViolation(*each) for each in unknown]))

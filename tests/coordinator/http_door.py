@@ -16,11 +16,11 @@ from tests.byte_tokenizer import ALPHABET, byte_tokenizer
 from tests.coordinator.scripted_scheduler import Play, ScriptedScheduler
 
 from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.server import HttpServer
 from outrider.coordinator.api.service import GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,

@@ -16,8 +16,8 @@ from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
 from outrider.client.errors import error_of
 from outrider.coordinator.api.access import MAX_WATCHES, Access, TokenInterceptor
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.service import SERVICE, GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
@@ -101,7 +101,7 @@ async def serving(path: Path, **alice: int) -> AsyncIterator[Door]:
     finally:
         await server.stop(grace_s=0)
     async with asyncio.timeout(30):
-        while servicer._live:
+        while servicer.generations.live:
             await asyncio.sleep(0.01)
 
 
@@ -230,7 +230,7 @@ async def test_choices_at_a_time(tokens: Path):
         for call in (second, third):
             call.cancel()
         async with asyncio.timeout(30):
-            while door.servicer._live:
+            while door.servicer.generations.live:
                 await asyncio.sleep(0.01)
         await door.start(ALICE, n=2)
 

@@ -15,8 +15,8 @@ from grpc_status import rpc_status
 from tests.byte_tokenizer import ALPHABET, byte_tokenizer
 from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.service import SERVICE, GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
@@ -71,7 +71,7 @@ async def serving(
     finally:
         await server.stop(grace_s=0)
     async with asyncio.timeout(30):
-        while servicer._live:
+        while servicer.generations.live:
             await asyncio.sleep(0.01)
 
 

@@ -8,7 +8,8 @@ import grpc
 import pytest
 from tests.byte_tokenizer import byte_tokenizer
 
-from outrider.coordinator.api.validation import RequestLimits, RequestValidator, max_request_bytes
+from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.validation import RequestValidator, max_request_bytes
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import InvalidRequest
