@@ -50,7 +50,6 @@ class CoordinatorServer:
     """All parts of one coordinator, joined.
 
     Args:
-        config: of the coordinator.
         peers: gives where the service's coordinators take workers in; default as `config` has it.
 
     Raises:
@@ -252,10 +251,7 @@ async def serve(
     """Runs a coordinator until `stop` is set.
 
     Args:
-        config: of the coordinator.
         ready: called with host:port once it serves.
-        stop: default never.
-        peers: see `CoordinatorServer`.
         tell: given the function that says how the server is, before `ready`.
     """
     allow_many_files()

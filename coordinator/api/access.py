@@ -131,9 +131,6 @@ class Caller:
 class Access:
     """The callers of the public door.
 
-    Args:
-        token_file: of those that may call; None lets everybody.
-
     Raises:
         OSError: the file cannot be read.
         TokenFileError: it is no token file.

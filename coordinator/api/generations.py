@@ -46,10 +46,8 @@ class Generations:
     """Requests of all doors over one scheduler.
 
     Args:
-        scheduler: takes validated requests.
         model: that is served; read at every request, so that it may be completed when a target registers.
         tokenizer: None where the model has none.
-        limits: bounds and defaults of requests.
         peers: the other coordinators, where a request may run that is asked for here; None: there are none.
         other_names: by which HTTP requests may ask for the model as well.
 
@@ -111,8 +109,6 @@ class Generations:
         Closing the iterator (`contextlib.aclosing`) ends the generation and frees all that it holds.
 
         Args:
-            request: as it came from outside.
-            caller: whose it is.
             connection: that it came by: where nobody is asked for a name, connections take turns in the queue.
             queued_as: name of the entry in the queue that it shares with other prompts of one request.
             traceparent: of the caller's span, where it traces.

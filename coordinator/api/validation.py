@@ -45,9 +45,7 @@ class RequestValidator:
     """Checks requests against one model.
 
     Args:
-        model: vocabulary size, longest session, end-of-sequence ids.
         tokenizer: None where the model has none: prompts are token ids then, and stop strings are refused.
-        limits: bounds and defaults.
     """
 
     def __init__(

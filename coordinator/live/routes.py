@@ -60,8 +60,6 @@ def live_routes(
     """The page's routes, for the HTTP door; `OPEN_PATHS` need no token.
 
     Args:
-        generations: the way to the scheduler, for demo sessions.
-        sessions: those that run or wait now.
         hosts: names under which the page may be asked for, besides addresses and localhost.
     """
     page = LivePage(generations, sessions, hosts=hosts)
@@ -155,12 +153,7 @@ class LivePage:
 
 
 class _Places:
-    """So many at a time.
-
-    Args:
-        most: of them.
-        what: they do, for who finds no place.
-    """
+    """So many at a time."""
 
     def __init__(self, most: int, what: str) -> None:
         self._most, self._what = most, what

@@ -28,15 +28,7 @@ _ROLES = {registry_pb2.WORKER_ROLE_DRAFT: "draft", registry_pb2.WORKER_ROLE_TARG
 
 
 class CoordinatorMetrics:
-    """Reads one coordinator.
-
-    Args:
-        scheduler: that has counted.
-        workers: that are registered, by id.
-        access: who was turned away.
-        model_name: that is served.
-        max_depth: of trees: so many positions are shown.
-    """
+    """Reads one coordinator."""
 
     def __init__(
         self,
@@ -108,12 +100,7 @@ class CoordinatorMetrics:
 
 
 def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:
-    """To how many trees the token at each depth below the root was accepted.
-
-    Args:
-        depths: tokens accepted of a tree, to how many trees had so many.
-        positions: depths that are told; what is deeper counts at all of them.
-    """
+    """To how many trees the token at each depth below the root was accepted."""
     return [sum(count for depth, count in depths.items() if depth > position) for position in range(positions)]
 
 
@@ -208,11 +195,7 @@ def _describe_rounds(families: Families, totals: Totals) -> None:
 
 
 def metrics_routes(registry: CollectorRegistry) -> list[Route]:
-    """The route that Prometheus reads.
-
-    Args:
-        registry: is read on the event loop.
-    """
+    """The route that Prometheus reads."""
 
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

@@ -21,11 +21,6 @@ _FIRST_ROUNDS, _EVERY, _MOST_EVENTS = 32, 16, 120
 class RequestTrace:
     """The spans of one request.
 
-    Args:
-        tracing: makes them.
-        request_id: of the request.
-        parent: traceparent of the caller's span; empty where it has none.
-
     Attributes:
         traceparent: of this request, for the workers.
     """
@@ -48,17 +43,7 @@ class RequestTrace:
         since_ns: int,
         now_ns: int,
     ) -> None:
-        """A choice has got the tokens of a round.
-
-        Args:
-            choice: of the request.
-            result: of the round.
-            nodes: that were verified of it.
-            accepted: of these.
-            tokens: that it got.
-            since_ns: when it had tokens before, by the monotonic clock.
-            now_ns: now, by the same.
-        """
+        """A choice has got the tokens of a round."""
         self._seen += 1
         if self._seen > _FIRST_ROUNDS and (self._seen % _EVERY or len(self._rounds) >= _MOST_EVENTS):
             return

@@ -55,7 +55,6 @@ class WeightsGate:
 
     Attributes:
         version: that the targets run with; empty while nobody knows.
-        is_held: nothing new is to begin.
     """
 
     def __init__(self) -> None:
@@ -87,12 +86,6 @@ class Scheduler:
     """Admits requests, places sessions at targets and drafts, and moves those whose worker is gone.
 
     It knows neither gRPC nor Ray: links are given to it.
-
-    Attributes:
-        drafts: the draft workers.
-        relay: takes what drafts grow and what targets' rounds give.
-        totals: counters since the start.
-        weights: which weights requests are of.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -155,7 +148,6 @@ class Scheduler:
         """Look for room for a request of so many choices; that costs microseconds, and nothing is kept.
 
         Args:
-            choices: of the request.
             entry: its entry in the queue, which it may have already; empty for a new one.
 
         Raises:

@@ -32,8 +32,6 @@ class DraftDemand:
     Attributes:
         rounds: verifications of `async` sessions that have a draft.
         tokens: that these emitted.
-        missed_rounds: of rounds.
-        starved_rounds: of rounds.
         bare_rounds: of rounds, those that verified no node.
         target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
@@ -60,8 +58,6 @@ class DraftDemand:
         """Count steps of a draft's model.
 
         Args:
-            step_ns: mean time of a step.
-            steps: number of steps.
             sessions: sum over the steps of the `async` sessions that grew in each.
             expanded: nodes of them that got children.
         """

@@ -21,11 +21,7 @@ def _check_readable(message: Message | None) -> None:
 
 
 class TargetLink(WorkerLink[target_pb2.RoundCommands]):
-    """The stream to one target worker: commands go out, results come in, and neither answers the other.
-
-    Args:
-        vocab_size: tokens of the target's model.
-    """
+    """The stream to one target worker: commands go out, results come in, and neither answers the other."""
 
     def __init__(
         self,
@@ -118,9 +114,6 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
 
     Growth that no target would take ends the stream: a broken draft costs its own sessions their speed, not their
     requests, which a target would refuse.
-
-    Args:
-        vocab_size: tokens of the draft's model.
     """
 
     # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it

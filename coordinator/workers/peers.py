@@ -76,7 +76,6 @@ class Peers:
     Args:
         incarnation: of this coordinator, which may stand in the list itself, by whatever name.
         resolve: gives the list, asked every second; None: there are no others.
-        tls: own proof.
     """
 
     def __init__(self, *, incarnation: int, resolve: Resolve | None = None, tls: TlsConfig | None = None) -> None:
@@ -152,7 +151,6 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
     Args:
         incarnation: of this coordinator; what it asks itself is answered with nothing.
-        live: its requests.
     """
 
     def __init__(self, live: "Generations", *, incarnation: int) -> None:

@@ -87,12 +87,7 @@ def create_app(
     """The application.
 
     Args:
-        service: whose requests are served, and who may make them.
-        template: of chats; None refuses them.
-        tokenizer_config: what the model's tokenizer_config.json says.
         cors: origins whose pages may send requests; `*` is every one.
-        is_serving: what /health says.
-        extra_routes: of others, which share the listener.
         open_paths: that need no token where the coordinator asks for one; what ends with / stands for all below it.
     """
     template = template or NoChatTemplate("this model has no chat template")

@@ -129,14 +129,7 @@ class ChoicesFormat:
 
 
 class CompletionFormat(ChoicesFormat):
-    """Of /v1/completions.
-
-    Args:
-        asked: what was asked for.
-        model: its name.
-        created: seconds of Unix time.
-        tokenizer: names the tokens in log probabilities.
-    """
+    """Of /v1/completions."""
 
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         super().__init__(asked, kind="text_completion", model=model, created=created, tokenizer=tokenizer)

@@ -97,12 +97,7 @@ class UntilDisconnect:
 
 
 def openai_routes(generations: Generations, template: ChatTemplate | NoChatTemplate) -> list[BaseRoute]:
-    """The routes of all three.
-
-    Args:
-        generations: the way to the scheduler.
-        template: of chats.
-    """
+    """The routes of all three."""
     chat, response = (functools.partial(read, template=template) for read in (read_chat, read_response))
     endpoints = {
         "/v1/completions": Endpoint(generations, read_completion, CompletionFormat),
@@ -116,10 +111,8 @@ class Endpoint:
     """One of them, as an ASGI application.
 
     Args:
-        generations: the way to the scheduler.
         read: makes an `Asked` of a request's JSON, for the served model's name, its tokenizer and the id that the
             request's headers name.
-        new_format: makes the response's format.
     """
 
     def __init__(self, generations: Generations, read: Callable[..., Asked], new_format: Callable[..., Format]) -> None:

@@ -241,7 +241,6 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """What the common checks found wrong, in this door's names.
 
     Args:
-        error: with the names of GenerateRequest.
         names: of this request: field of GenerateRequest to what stands for it here.
     """
     return InvalidRequest([_renamed(violation, names) for violation in error.violations])

@@ -12,11 +12,7 @@ from outrider.v1 import generation_pb2
 
 
 class RequestMetrics:
-    """Counts one response.
-
-    Args:
-        level: none, summary or detailed.
-    """
+    """Counts one response."""
 
     def __init__(self, level: str) -> None:
         self._level = level

@@ -40,11 +40,7 @@ class HttpServer:
     """One listener, or two; everything they serve is the application's.
 
     Args:
-        app: of ASGI.
-        host: to listen on.
-        port: of it; 0 takes a free one.
         shared_port: a second one, on which other processes of this machine and user listen, too.
-        tls: None serves in the clear.
 
     Raises:
         OSError: the address cannot be bound.

@@ -154,11 +154,7 @@ def call_id() -> str:
 
 
 class CallParser:
-    """Finds the calls in one answer, however its text is cut into pieces.
-
-    Args:
-        tools: that may be called.
-    """
+    """Finds the calls in one answer, however its text is cut into pieces."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools

@@ -29,15 +29,7 @@ SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 
 
 class VllmEngineServicer:
-    """The part of the service that a router needs to generate; the rest answers UNIMPLEMENTED.
-
-    Args:
-        generations: the way to the scheduler.
-        access: who may call.
-        server_info: the state of the server now.
-        model_folder: of the checkpoint, for what a router asks about the model.
-        max_running: choices that run at a time.
-    """
+    """The part of the service that a router needs to generate; the rest answers UNIMPLEMENTED."""
 
     def __init__(
         self,
