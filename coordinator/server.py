@@ -181,7 +181,6 @@ class CoordinatorServer:
     def info(self) -> generation_pb2.ServerInfo:
         """The state of the server now."""
         totals = self.scheduler.totals
-        steps = totals.verify_steps
         speculating, undrafted = self.scheduler.drafts.speculating()
         return generation_pb2.ServerInfo(
             incarnation=self._incarnation,
@@ -193,13 +192,7 @@ class CoordinatorServer:
             workers=self.registry.statuses(),
             requests_total=totals.requests,
             emitted_tokens_total=totals.emitted_tokens,
-            speculation=generation_pb2.SpeculationStats(
-                verify_steps=steps,
-                spec_draft_tokens=totals.drafted_tokens,
-                spec_accepted_tokens=totals.accepted_tokens,
-                acceptance_length=1 + totals.accepted_tokens / steps if steps else 1.0,
-                sources=totals.sources.counts(),
-            ),
+            speculation=totals.speculation.message(),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
             refused_total=sum(totals.refused.values()),

@@ -83,7 +83,6 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
         elif choice.stop_string is not None:
             message.stop_string = choice.stop_string
         choices.append(message)
-    counts = result.speculation
     return generation_pb2.Finished(
         choices=choices,
         usage=generation_pb2.Usage(
@@ -91,13 +90,7 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
             completion_tokens=sum(choice.completion_tokens for choice in result.choices),
             cached_tokens=result.cached_tokens,
         ),
-        speculation=generation_pb2.SpeculationStats(
-            verify_steps=counts.verify_steps,
-            spec_draft_tokens=counts.drafted_tokens,
-            spec_accepted_tokens=counts.accepted_tokens,
-            acceptance_length=counts.acceptance_length,
-            sources=counts.sources,
-        ),
+        speculation=result.speculation.message(),
         timings=_timings(result, request),
         weights=result.weights,
     )

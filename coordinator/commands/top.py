@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from outrider.client import AsyncClient
-from outrider.coordinator.commands.client import DEFAULT_ENDPOINT
+from outrider.coordinator.commands.client import DEFAULT_ENDPOINT, checked_endpoint
 from outrider.coordinator.commands.top_frame import frame_of
 from outrider.coordinator.commands.top_sample import Figures, Look, as_dict, figures
 from outrider.errors import OutriderError
@@ -46,11 +46,8 @@ def top(
     token: TokenPath = None,
 ) -> None:
     """Watch coordinators and their workers: load, step times, acceptance, queues. q ends it."""
-    endpoints = [part for each in endpoint or [DEFAULT_ENDPOINT] for part in each.split(",") if part]
-    for each in endpoints:
-        host, _, port = each.rpartition(":")
-        if not host or not port.isdigit():
-            raise typer.BadParameter(f"{each!r} given, HOST:PORT needed")
+    given = [part for each in endpoint or [DEFAULT_ENDPOINT] for part in each.split(",") if part]
+    endpoints = list(map(checked_endpoint, given))
     is_printed = once or json_output or not sys.stdout.isatty()
     shown = contextlib.nullcontext(_printing(json_output=json_output)) if is_printed else _screen()
     asyncio.run(watch(endpoints, shown, interval_s=interval, once=once, **client_options(tls_ca, token)))
@@ -67,11 +64,7 @@ async def watch(
     """Looks and shows until q, Ctrl-C or SIGTERM.
 
     Args:
-        endpoints: host:port of each coordinator.
-        shown: gives what shows a frame.
-        interval_s: between two looks.
         once: end after the first frame, which takes two looks.
-        options: of the clients.
 
     Raises:
         OutriderError: with `once`, where nobody answers.

@@ -30,12 +30,6 @@ _OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
 class GrpcSender:
     """Connections to all endpoints; requests take them in turn.
 
-    Args:
-        endpoints: host:port each.
-        connections: to each.
-        tls: whom to believe; None talks in the clear.
-        token: who this client is, where the service asks for it.
-
     Raises:
         InvalidRequest: a token without TLS, to another machine.
         CertificateError: a file of `tls` cannot be read.

@@ -17,13 +17,7 @@ class HttpError(Exception):
 
 
 class HttpConnection:
-    """To one server; one request at a time.
-
-    Args:
-        host: of the server.
-        port: of the server.
-        tls: None talks in the clear.
-    """
+    """To one server; one request at a time."""
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port, self._tls = host, port, tls

@@ -24,8 +24,6 @@ class RoundTime:
         forward_ns: the target's device.
         host_ns: the rest of the target's step.
         between_ns: from the result before to the round's begin, and from its end to the coordinator.
-        nodes: that were verified.
-        accepted: of them.
         result_ns: when the coordinator had the result, by its clock.
     """
 
@@ -43,23 +41,15 @@ class RequestRecord:
 
     Attributes:
         index: of the arrival.
-        turn: of its conversation, from 0.
-        endpoint: that was asked.
         intended_s: when it was to be sent.
         started_s: when the client got to it; later than intended where the client itself is late.
-        sent_s: when it was sent; later than that where the concurrency is capped.
         chunk_s: when tokens came.
         chunk_tokens: how many; [] where the protocol does not say.
         over_s: when the client was done with it, whether it came to its end or failed; 0 where nobody notes it.
         prompt_tokens: as the server counts them.
-        output_tokens: of all chunks.
         verify_steps: verifications; 0 where the protocol does not say.
-        drafted_tokens: nodes that were verified.
-        accepted_tokens: of them.
         accepted_per_position: verifications that accepted at least 1, 2, ... nodes; [] where nobody says.
         position_steps: of so many.
-        rounds: of a traced request.
-        error: why it failed; empty where it has not.
     """
 
     index: int

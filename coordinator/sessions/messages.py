@@ -153,6 +153,16 @@ class SpeculationCounts:
         """Emitted tokens a verification, the final one included."""
         return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else 1.0
 
+    def message(self) -> generation_pb2.SpeculationStats:
+        """As they travel."""
+        return generation_pb2.SpeculationStats(
+            verify_steps=self.verify_steps,
+            spec_draft_tokens=self.drafted_tokens,
+            spec_accepted_tokens=self.accepted_tokens,
+            acceptance_length=self.acceptance_length,
+            sources=self.sources,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:

@@ -12,7 +12,7 @@ from outrider.tracing import Tracing, named
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.generation import Generation
-    from outrider.coordinator.sessions.messages import RoundResults
+    from outrider.coordinator.sessions.messages import Outcome, RoundResults
 
 # The first rounds are told one by one, then every so many, up to the most that a span keeps.
 _FIRST_ROUNDS, _EVERY, _MOST_EVENTS = 32, 16, 120
@@ -32,28 +32,18 @@ class RequestTrace:
         self._rounds: list[tuple[int, dict[str, int | float]]] = []
         self._seen = 0
 
-    def note_round(
-        self,
-        choice: int,
-        result: RoundResults,
-        *,
-        nodes: int,
-        accepted: int,
-        tokens: int,
-        since_ns: int,
-        now_ns: int,
-    ) -> None:
-        """A choice has got the tokens of a round."""
+    def note_round(self, choice: int, outcome: Outcome, results: RoundResults, *, since_ns: int, now_ns: int) -> None:
+        """A choice has got the tokens of a round; the last time that it got some was `since_ns`."""
         self._seen += 1
         if self._seen > _FIRST_ROUNDS and (self._seen % _EVERY or len(self._rounds) >= _MOST_EVENTS):
             return
         told = {
             "choice": choice,
-            "step": result.number,
-            "nodes": nodes,
-            "accepted": accepted,
-            "tokens": tokens,
-            "step_ms": result.report.step_ns / 1e6,
+            "step": results.number,
+            "nodes": outcome.selected,
+            "accepted": outcome.accepted,
+            "tokens": len(outcome.token_ids),
+            "step_ms": results.report.step_ns / 1e6,
             "round_ms": (now_ns - since_ns) / 1e6,
         }
         self._rounds.append((now_ns, told))

@@ -65,15 +65,6 @@ class WeightsGate:
         """True if a session that began with these weights may go on."""
         return not weights or not self.version or weights == self.version
 
-    def check(self, weights: str) -> None:
-        """The same.
-
-        Raises:
-            WeightsReplaced: it may not.
-        """
-        if not self.fits(weights):
-            raise self.refusal(weights)
-
     def refusal(self, weights: str) -> WeightsReplaced:
         """The message to a client whose session began with these weights."""
         return WeightsReplaced(
@@ -128,7 +119,8 @@ class Scheduler:
         if not self.has_target and not self._config.target_wait_s:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
         self._suspects.check(request)
-        self.weights.check(request.weights)
+        if not self.weights.fits(request.weights):
+            raise self.weights.refusal(request.weights)
         self.check_room(request.n, entry=request.entry)
         generation = Generation(request, max_unread_rounds=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):

@@ -226,8 +226,7 @@ class Session:
         if self.tap is not None:
             self.tap.note_verdict(outcome, results)
         if (spans := self.request.spans) is not None:
-            counts = {"nodes": outcome.selected, "accepted": outcome.accepted, "tokens": len(outcome.token_ids)}
-            spans.note_round(self.index, results, **counts, since_ns=since_ns, now_ns=result_ns)
+            spans.note_round(self.index, outcome, results, since_ns=since_ns, now_ns=result_ns)
         if self.request.trace:
             self._record = self._round_record(outcome, results, before)
         if text is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from outrider.coordinator.sessions.messages import Outcome, RoundResults
+from outrider.coordinator.sessions.messages import Outcome, RoundResults, SpeculationCounts
 from outrider.coordinator.workers.draft_demand import DraftDemand
 from outrider.drafting.growth_source import NUM_SOURCES, GrowthSource, to_proto
 from outrider.errors import (
@@ -147,6 +147,16 @@ class Totals:
     between_tokens: Histogram = field(default_factory=token_seconds)
     step: Histogram = field(default_factory=step_seconds)
     forward: Histogram = field(default_factory=step_seconds)
+
+    @property
+    def speculation(self) -> SpeculationCounts:
+        """How drafting went."""
+        return SpeculationCounts(
+            verify_steps=self.verify_steps,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            sources=self.sources.counts(),
+        )
 
     def note_round(self, results: RoundResults, taken: Taken, now_ns: int) -> None:
         """One round of a target."""

@@ -41,15 +41,7 @@ _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before i
 
 
 class Relay:
-    """Hands on growth, commits and tokens.
-
-    Args:
-        sessions: by session id; a live view.
-        targets: by worker id; a live view.
-        drafts: the draft workers.
-        totals: where all is counted.
-        scheduler: places sessions, and ends them.
-    """
+    """Hands on growth, commits and tokens."""
 
     def __init__(
         self,
@@ -128,10 +120,6 @@ class Relay:
         session.note_growth(drafter.worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
         if session.tap is not None:
             session.tap.note_growth(drafter.worker_id, growth, number)
-
-    def _open_target(self, session: Session) -> TargetPeer | None:
-        """The target where a session is open; None while it is nowhere, or needs none any more."""
-        return None if session.is_finished else self._targets.get(session.target_id or "")
 
     @staticmethod
     def _tell_changes(target: TargetPeer, session: Session, drafter: Drafter, growth: GrowthBatch, number: int) -> None:
@@ -291,7 +279,8 @@ class Relay:
 
     def hold(self, session: Session, *, is_held: bool) -> None:
         """Let a session rest at its target, or go on."""
-        if (target := self._open_target(session)) is not None:
+        target = self._targets.get(session.target_id or "")
+        if target is not None and not session.is_finished:
             target.hold(session, is_held=is_held)
 
 

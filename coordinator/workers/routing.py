@@ -45,7 +45,6 @@ class PrefixRouter:
         """The target for a session, which is remembered there from now on.
 
         Args:
-            token_ids: [tokens] its prompt and what it has put out.
             targets: those with room, at least one.
         """
         keys = block_keys(token_ids)

@@ -23,7 +23,6 @@ def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
 
     Args:
         most: that the worker takes.
-        load: of its latest heartbeat.
         own: sessions that this coordinator has there now.
     """
     others = load.coordinators - 1
@@ -39,9 +38,6 @@ def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
 
 class SharedPlaces:
     """The places of one worker.
-
-    Args:
-        limits: as the worker has introduced itself.
 
     Attributes:
         limits: the same, but with those places only that this coordinator may use now.

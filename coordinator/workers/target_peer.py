@@ -27,11 +27,9 @@ class TargetPeer:
 
     Attributes:
         places: sessions that it takes of this coordinator.
-        sessions: by session id.
         suspects: of its sessions, those that are verified alone, one after the other.
         on_trial: the suspect whose turn it is; the others rest.
         last_turn: whose round of its trial was told of last.
-        is_draining: it takes no new sessions.
     """
 
     worker_id: str

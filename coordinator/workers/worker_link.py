@@ -58,11 +58,7 @@ class Begun:
 
 
 class Latency:
-    """A running mean of a time.
-
-    Attributes:
-        mean_ns: in nanoseconds; 0 before the first.
-    """
+    """A running mean of a time."""
 
     def __init__(self) -> None:
         self.mean_ns = 0.0
