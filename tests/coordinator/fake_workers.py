@@ -72,20 +72,7 @@ async def tokens_read(generation: Generation) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """New nodes of one session's tree from one drafter of a draft worker.
-
-    Attributes:
-        as_of: committed length the draft had applied.
-        node_ids: [n] unique per (worker, source, session, epoch).
-        parents: [n] node id, or 0 for the root at length `as_of`.
-        tokens: [n]
-        acceptance: [n] estimate given that the parent is accepted.
-        distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
-        complete: the round's tree is whole (sync mode).
-        source: of all nodes.
-        forgot: earlier node ids mean nothing any more.
-        again: the live tree, sent again.
-    """
+    """New nodes of one session's tree from one drafter of a draft worker: a part of a `GrowthBatch`."""
 
     session_id: int
     epoch: int

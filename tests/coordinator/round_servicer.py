@@ -14,9 +14,6 @@ from outrider.wire import floats_to_bytes
 class RoundServicer(target_pb2_grpc.TargetServiceServicer):
     """Serves any number of coordinators, each with a fake target of its own.
 
-    Args:
-        make_target: makes one.
-
     Attributes:
         commands: what has come, of all streams.
         targets: of the streams that are open, by incarnation of the coordinator.

@@ -1,14 +1,35 @@
 """A scheduler that plays scripts: what the tests of all doors share."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import grpc.aio
+from tests.polling import until
+
+from outrider.coordinator.api.access import Access, TokenInterceptor
+from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.service import SERVICE, GenerationServicer
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.generation import Generation
-from outrider.coordinator.sessions.messages import GenerationEvent, GenerationRequest
+from outrider.coordinator.sessions.messages import (
+    ChoiceResult,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    GenerationResult,
+    SpeculationCounts,
+    TokenDelta,
+    TokenLogprobs,
+)
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import OutriderError, Overloaded
+from outrider.rpc import RoleServer, open_channel
+from outrider.v1 import common_pb2, generation_pb2
 
 Play = Callable[[GenerationRequest], Sequence[GenerationEvent | OutriderError | None]]
 
@@ -62,3 +83,57 @@ class ScriptedScheduler(Scheduler):
         self.requests.append(request)
         self.generations.append(ScriptedGeneration(request, self.play(request)))
         return self.generations[-1]
+
+
+def delta(
+    *token_ids: int, text: str = "", index: int = 0, offset: int = 0, logprobs: TokenLogprobs | None = None
+) -> TokenDelta:
+    """New tokens; as many characters as tokens went before."""
+    return TokenDelta(index=index, token_ids=token_ids, text=text, offset=offset, text_offset=offset, logprobs=logprobs)
+
+
+def result(*tokens: int, **ended: Any) -> GenerationResult:
+    """The end of a request whose choices have so many tokens; `LENGTH` is why unless it is said."""
+    ended.setdefault("finish_reason", FinishReason.LENGTH)
+    return GenerationResult(
+        choices=[ChoiceResult(index=index, completion_tokens=count, **ended) for index, count in enumerate(tokens)],
+        speculation=SpeculationCounts(verify_steps=2, drafted_tokens=9, accepted_tokens=3),
+        queue_s=0.001,
+        ttft_s=0.011,
+        total_s=0.031,
+        cached_tokens=1,
+    )
+
+
+@contextlib.asynccontextmanager
+async def grpc_door(
+    scheduler: Scheduler,
+    *,
+    model: common_pb2.ModelInfo,
+    info: generation_pb2.ServerInfo | None = None,
+    token_file: Path | None = None,
+    tokenizer: TextTokenizer | None = None,
+) -> AsyncIterator[tuple[grpc.aio.Channel, GenerationServicer]]:
+    """The public door over loopback; in the end nothing runs any more."""
+    access = Access(token_file)
+    servicer = GenerationServicer(
+        scheduler,
+        model=model,
+        tokenizer=tokenizer,
+        limits=RequestLimits(),
+        server_info=lambda: info or generation_pb2.ServerInfo(),
+        access=access,
+    )
+    server = RoleServer(
+        services=[SERVICE.full_name],
+        add_services=servicer.add_to,
+        address="127.0.0.1:0",
+        interceptors=[] if token_file is None else [TokenInterceptor(access)],
+    )
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel:
+            yield channel, servicer
+    finally:
+        await server.stop(grace_s=0)
+    await until(lambda: not servicer.generations.live)

@@ -9,14 +9,9 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from tests.coordinator.http_door import (
-    A,
-    Play,
-    delta,
-    play_plainly,
-    result,
-    serving,
-)
+from tests.coordinator.http_door import A, play_plainly, serving
+from tests.coordinator.scripted_scheduler import Play, delta, result
+from tests.polling import until
 
 from outrider.coordinator.api.http import server as http_server
 from outrider.coordinator.api.http.server import HttpServer
@@ -31,12 +26,12 @@ async def test_a_client_that_goes_away_ends_its_generation(stream: bool) -> None
     play: Play = lambda _: [delta(A, text="a"), None, result(1)]  # noqa: E731
     async with serving(play) as door:
         _, writer = await door.send("/v1/completions", {"prompt": ["hi", "ho"], "stream": stream})
+        generations = door.scheduler.generations
         async with asyncio.timeout(30):
-            while len(door.scheduler.generations) < 2 or not all(each.played for each in door.scheduler.generations):
-                await asyncio.sleep(0.001)
-            assert not any(each.is_cancelled.is_set() for each in door.scheduler.generations)
+            await until(lambda: len(generations) == 2 and all(each.played for each in generations))
+            assert not any(each.is_cancelled.is_set() for each in generations)
             writer.close()
-            for generation in door.scheduler.generations:
+            for generation in generations:
                 await generation.is_cancelled.wait()
         # The door goes on.
         door.scheduler.play = play_plainly

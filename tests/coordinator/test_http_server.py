@@ -4,9 +4,9 @@ import asyncio
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.coordinator.running import coordinator_running
 
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
@@ -23,31 +23,13 @@ def fetch(url: str, body: bytes | None = None) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"http_port": -1}, "http_port: -1 given"),
-        ({"http_port": 65536}, "http_port: 65536 given"),
-        ({"http_host": "127.0.0.1"}, "http_host: 127.0.0.1 given, with http_port needed"),
-        ({"http_port": 0, "http_host": "0.0.0.0"}, "http_host: 0.0.0.0 given, which other machines may reach"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong):
-        CoordinatorConfig(**options)
-
-
 async def test_a_coordinator_has_no_such_door_unless_asked() -> None:
-    server = CoordinatorServer(CoordinatorConfig(port=0))
-    assert server.http_address == ""
-    await server.start()
-    await server.stop()
+    async with coordinator_running() as server:
+        assert server.http_address == ""
 
 
 async def test_from_start_to_stop() -> None:
-    server = CoordinatorServer(CoordinatorConfig(port=0, http_port=0, drain_s=0.0))
-    await server.start()
-    try:
+    async with coordinator_running(http_port=0) as server:
         url = f"http://{server.http_address}"
         assert await asyncio.to_thread(fetch, f"{url}/health") == (200, b'{"status":"serving"}')
         assert (await asyncio.to_thread(fetch, f"{url}/metrics"))[0] == 200
@@ -55,8 +37,6 @@ async def test_from_start_to_stop() -> None:
         status, body = await asyncio.to_thread(fetch, f"{url}/v1/completions", b'{"prompt": "import os"}')
         assert status == 503
         assert b"worker_unavailable" in body
-    finally:
-        await server.stop()
     with pytest.raises(urllib.error.URLError):
         await asyncio.to_thread(fetch, f"{url}/health")
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from tests.coordinator.fake_workers import make_request
+from tests.coordinator.running import coordinator_running
 from tests.polling import until
 
 from outrider.coordinator.api.access import Access
@@ -18,8 +19,6 @@ from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.service import GenerationServicer
 from outrider.coordinator.live import routes
-from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.models import embedded_target_path
 from outrider.security.tokens import TokenEntry, add_token, hash_of, new_token
@@ -309,19 +308,14 @@ async def test_a_reader_that_is_gone_before_the_first_line_leaves_nothing(bench)
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
 async def test_the_page_is_served_where_it_is_asked_for(*, is_asked_for):
-    config = CoordinatorConfig(port=0, live_page=is_asked_for, http_port=None if is_asked_for else 0)
-    server = CoordinatorServer(config)
-    await server.start()
-    try:
-        async with httpx2.AsyncClient(verify=False) as client:
-            answer = await client.get(f"http://{server.http_address}/live")
-            assert answer.status_code == (200 if is_asked_for else 404)
-            if is_asked_for:
-                assert answer.headers["content-security-policy"].startswith("default-src 'self'")
-                for name in ("main.js", "page.css", "icon.svg"):
-                    found = await client.get(f"http://{server.http_address}/live/static/{name}")
-                    assert found.status_code == 200
-                    assert found.headers["x-content-type-options"] == "nosniff"
-                assert (await client.get(f"http://{server.http_address}/live/static/../routes.py")).status_code == 404
-    finally:
-        await server.stop()
+    options: dict[str, Any] = {"live_page": True} if is_asked_for else {"http_port": 0}
+    async with coordinator_running(**options) as server, httpx2.AsyncClient(verify=False) as client:
+        answer = await client.get(f"http://{server.http_address}/live")
+        assert answer.status_code == (200 if is_asked_for else 404)
+        if is_asked_for:
+            assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+            for name in ("main.js", "page.css", "icon.svg"):
+                found = await client.get(f"http://{server.http_address}/live/static/{name}")
+                assert found.status_code == 200
+                assert found.headers["x-content-type-options"] == "nosniff"
+            assert (await client.get(f"http://{server.http_address}/live/static/../routes.py")).status_code == 404

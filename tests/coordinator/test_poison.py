@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.coordinator.fake_workers import FakeTarget, expected_output, make_request, tokens_read
+from tests.polling import until
 
 from outrider.coordinator.sessions import scheduler as scheduler_module
 from outrider.coordinator.sessions.poison import LossKind, Suspects
@@ -100,8 +101,7 @@ async def test_a_poisonous_request_that_comes_during_a_trial_is_not_held_against
     """It takes turns with a suspect, which has done nothing."""
     first = bench.add_target("first", step_s=0.002)
     innocent = asyncio.create_task(bench.generate(make_request(1, tokens=60)))
-    while not first.rounds:
-        await asyncio.sleep(0.001)
+    await until(lambda: first.rounds)
     cluster = Cluster(bench, targets=4, crash_after=crash_after)
     first.is_lost = True
     poisonous = asyncio.create_task(bench.generate(make_request(POISON, tokens=60)))
@@ -116,13 +116,11 @@ async def test_a_worker_that_comes_back_has_not_crashed(bench):
     """Two links break one after the other below one request, but both processes live on."""
     first = bench.add_target("first", step_s=0.005)
     generating = asyncio.create_task(bench.generate(make_request(1, tokens=60)))
-    while not first.sessions:
-        await asyncio.sleep(0.001)
+    await until(lambda: first.sessions)
     second = bench.add_target("second", step_s=0.005)
     bench.scheduler.remove_target("first", "Socket closed")
     bench.scheduler.note_return("first")
-    while not second.rounds:
-        await asyncio.sleep(0.001)
+    await until(lambda: second.rounds)
     third = bench.add_target("third", step_s=0.005)
     bench.scheduler.remove_target("second", "Socket closed")
     async with asyncio.timeout(10):
@@ -173,8 +171,7 @@ async def test_strikes_outlive_a_request_that_ends_for_want_of_a_target(make_ben
 async def test_suspects_are_verified_alone_one_after_the_other_until_they_are_cleared(bench):
     first = bench.add_target("first", step_s=0.002)
     tasks = [asyncio.create_task(bench.generate(make_request(number, tokens=60))) for number in range(1, 5)]
-    while not any(len(done) == 4 for done in first.rounds):
-        await asyncio.sleep(0.001)
+    await until(lambda: any(len(done) == 4 for done in first.rounds))
     second = bench.add_target("second", step_s=0.002)
     late = asyncio.create_task(bench.generate(make_request(5, tokens=60)))
     await asyncio.sleep(0.01)
@@ -204,8 +201,7 @@ async def test_a_suspect_whose_client_does_not_read_keeps_nobody_from_a_turn(mak
     first = bench.add_target("first", step_s=0.002)
     stalled = bench.submit(make_request(9, tokens=60))
     reading = asyncio.create_task(bench.generate(make_request(1, tokens=60)))
-    while not first.rounds:
-        await asyncio.sleep(0.001)
+    await until(lambda: first.rounds)
     second = bench.add_target("second", step_s=0.002)
     # Both are suspects; the first one rests before it is cleared.
     first.is_lost = True
@@ -222,10 +218,10 @@ async def test_silence_makes_no_suspects_and_a_return_within_the_wait_frees(benc
     generating = asyncio.create_task(bench.generate(make_request(1, tokens=60)))
     holders: list[str] = []
     for kind in (LossKind.SILENT, LossKind.BROKEN, LossKind.BROKEN):
-        while not (held := [name for name, own in targets.items() if name not in holders and own.sessions]):
-            await asyncio.sleep(0.001)
-        holders += held
-        bench.scheduler.remove_target(held[0], "gone", kind=kind)
+        others = {name: own for name, own in targets.items() if name not in holders}
+        await until(lambda others=others: any(own.sessions for own in others.values()))
+        holders += [name for name, own in others.items() if own.sessions]
+        bench.scheduler.remove_target(holders[-1], "gone", kind=kind)
     # Two strikes alone: it waits, and one of the two turns out to live.
     assert bench.scheduler.running_sessions == 0
     bench.scheduler.note_return(holders[1])

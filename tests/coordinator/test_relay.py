@@ -14,6 +14,7 @@ from tests.coordinator.fake_workers import (
     results_of,
     tokens_read,
 )
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import FaultKind, Outcome
 from outrider.coordinator.sessions.poison import LossKind
@@ -286,8 +287,7 @@ async def test_a_session_that_is_opened_anew_where_it_is_has_its_drafts_trees_to
     await asyncio.sleep(0.01)
     target.fail_sessions.add(session.session_id)
     epoch = session.target_epoch
-    while session.target_epoch == epoch:
-        await asyncio.sleep(0.001)
+    await until(lambda: session.target_epoch != epoch)
     opened = target.told.index("open 1", 1)
     assert target.told[opened : opened + 2] == ["open 1", "TAKEN 1.0"]
     assert draft.asked_again[-1] == (1, session.draft_epochs["draft"])

@@ -9,38 +9,24 @@ import grpc
 import grpc.aio
 import pytest
 from tests.coordinator.reloading_target import LENGTH, NEW, OLD, ReloadingTarget, said
+from tests.coordinator.running import coordinator_running
 from tests.polling import until
 
 from outrider import cli
 from outrider.client import AsyncClient
 from outrider.coordinator.commands.reload import InFlight, ReloadOutcome, outcome_dict, reload_weights
 from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.workers import reload
 from outrider.errors import Superseded, WorkerRefused, WorkerUnavailable
 from outrider.rpc import open_channel
-from outrider.v1 import (
-    common_pb2,
-    generation_pb2,
-    generation_pb2_grpc,
-    registry_pb2,
-    registry_pb2_grpc,
-)
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, registry_pb2_grpc
 
 Response = generation_pb2.GenerateResponse
 
 
-@contextlib.asynccontextmanager
-async def coordinator_of(model_folder, **options) -> AsyncIterator[CoordinatorServer]:
-    config = CoordinatorConfig(
-        port=0, model_path=model_folder, heartbeat_interval_ms=20, lease_ms=600_000, drain_s=0.1, **options
-    )
-    server = CoordinatorServer(config)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
+def coordinator_of(model_folder, **options) -> contextlib.AbstractAsyncContextManager[CoordinatorServer]:
+    settings = {"model_path": model_folder, "heartbeat_interval_ms": 20, "lease_ms": 600_000, "drain_s": 0.1}
+    return coordinator_running(**settings | options)
 
 
 @pytest.fixture
