@@ -4,12 +4,10 @@ import itertools
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 
 from outrider.coordinator.api.field_checks import FieldChecks, RequestLimits, unknown_fields
 from outrider.coordinator.api.sampling_fields import sampling_spec
-from outrider.coordinator.api.speculation_fields import asked_sources, speculation, verification
-from outrider.coordinator.api.structured_outputs import structured_outputs
+from outrider.coordinator.api.speculation_fields import asked_sources, speculation
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
@@ -101,11 +99,15 @@ class _Check(FieldChecks):
         prompt = self._prompt()
         n = self.whole("n", default=1, low=1, high=MAX_CHOICES)
         max_new_tokens = self._max_new_tokens(prompt)
-        sampling = sampling_spec(self, max_new_tokens=max_new_tokens, seed=self._seed(known_seed))
         asked, limits = request.speculation, self._limits
-        sampling = replace(sampling, **verification(self, asked, allow_synthetic=limits.allow_synthetic))
-        grammars = self._tokenizer and self._tokenizer.grammars
-        sampling = replace(sampling, **structured_outputs(self, sampling, grammars))
+        sampling = sampling_spec(
+            self,
+            asked,
+            self._tokenizer and self._tokenizer.grammars,
+            max_new_tokens=max_new_tokens,
+            seed=self._seed(known_seed),
+            allow_synthetic=limits.allow_synthetic,
+        )
         stop = self._stop()
         mode, max_nodes, max_depth = speculation(self, asked, limits)
         if sampling.forced_token_ids:

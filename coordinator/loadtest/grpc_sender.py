@@ -134,6 +134,4 @@ def _finish(record: RequestRecord, finished: generation_pb2.Finished, rounds: Se
     record.accepted_tokens = speculation.spec_accepted_tokens
     accepted = [each.accepted for each in rounds]
     record.accepted_per_position, record.position_steps = positions(accepted), len(rounds)
-    record.rounds = round_times(
-        [(each.result_ns, each.step_ns, each.forward_ns, each.selected, each.accepted) for each in rounds]
-    )
+    record.rounds = round_times(rounds)

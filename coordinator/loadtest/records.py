@@ -12,8 +12,11 @@ sending on are kept beside it. A chunk holds one token or several: what a verifi
 the time between two chunks, as in vLLM's `bench serve`, so it is not divided by a chunk's tokens; TPOT is, over all.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+from outrider.v1 import generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +130,19 @@ class RequestRecord:
         return self.started_s - self.intended_s
 
 
-def round_times(rounds: list[tuple[int, int, int, int, int]]) -> list[RoundTime]:
-    """From the rounds of one choice, in order.
-
-    Args:
-        rounds: (result_ns, step_ns, forward_ns, nodes, accepted) each.
-    """
+def round_times(rounds: Sequence[generation_pb2.Round]) -> list[RoundTime]:
+    """From the rounds of one choice, in order."""
     # A request's first round is its prefill: it follows no result.
     return [
         RoundTime(
-            forward_ns=forward,
-            host_ns=max(0, step - forward),
-            between_ns=max(0, result - before - step),
-            nodes=nodes,
-            accepted=accepted,
-            result_ns=result,
+            forward_ns=own.forward_ns,
+            host_ns=max(0, own.step_ns - own.forward_ns),
+            between_ns=max(0, own.result_ns - before.result_ns - own.step_ns),
+            nodes=own.selected,
+            accepted=own.accepted,
+            result_ns=own.result_ns,
         )
-        for (before, *_), (result, step, forward, nodes, accepted) in pairwise(rounds)
+        for before, own in pairwise(rounds)
     ]
 
 

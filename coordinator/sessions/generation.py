@@ -47,7 +47,6 @@ class Generation:
     Args:
         max_unread_rounds: a reader this far behind is stalled, and its sessions rest until it has read all of it,
             counted over all choices together.
-        release: called once when the request ends in whatever way, with the generation.
 
     Attributes:
         is_awaited: the reader has taken all events, and waits for more.

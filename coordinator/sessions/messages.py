@@ -47,9 +47,7 @@ class GenerationRequest:
         sampling: the rule for choice 0; choice c uses the same with `choice_index` c.
         max_nodes: most nodes verified for a choice in one step; 0: the target's own bound.
         max_depth: deepest node; likewise.
-        sources: what may grow its tree.
         received: choice index to the output tokens that the client has already got (a resumed request).
-        trace: whether a Round follows every verification.
         weights: version of those that `received` is of; empty: any.
         caller: whose it is: ids are its callers' own, and another's request may have the same.
         client: who takes turns with others in the queue: the caller, or a connection where nobody is asked for a name.
@@ -242,7 +240,6 @@ class Outcome(NamedTuple):
         selected_by_source: [3] of these, those that a model, n-grams and a head had proposed; a node may be of several.
         grown_by_source: [3] nodes that drafters in the target have grown since the last result, likewise.
         sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
-        is_over: whether the target has ended the session.
         cached_tokens: of the prompt, tokens whose KV the target had.
         lost: bit set of the places whose growth was lost.
         tree_end: where the round has left the session's tree.
@@ -329,16 +326,12 @@ class GrowthBatch:
     Several steps make several parts of a session, in their order.
 
     Attributes:
-        session_ids: [S]
-        epochs: [S]
         as_of: [S] committed length the draft had applied.
-        node_counts: [S]
         complete: [S] the round's tree is whole (sync mode).
         forgot: [S] earlier node ids mean nothing any more.
         again: [S] the live tree, sent again.
         node_ids: [N] unique per (worker, source, session, epoch).
         parents: [N] node id, or 0 for the root at length `as_of`.
-        tokens: [N]
         acceptance: [N] estimate given that the parent is accepted.
         distributions: [N] the q each token was drawn from, under rejection; empty, or None each, otherwise.
         source: of all nodes.

@@ -80,11 +80,6 @@ class DraftDemand:
         self.bare_rounds += [outcome.selected for outcome in drafted].count(0)
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
-        """The counters now.
-
-        Args:
-            sessions: at a target that would speculate.
-            undrafted_sessions: of these, those that no draft grows.
-        """
+        """The counters now."""
         totals = {f"{field.name}_total": int(getattr(self, field.name)) for field in fields(self)}
         return generation_pb2.DraftDemand(sessions=sessions, undrafted_sessions=undrafted_sessions, **totals)

@@ -40,7 +40,7 @@ class SharedPlaces:
     """The places of one worker.
 
     Attributes:
-        limits: the same, but with those places only that this coordinator may use now.
+        limits: as the worker has introduced itself, but with those places only that this coordinator may use now.
         is_shared: whether other coordinators use the worker, too.
         has_others: whether others' sessions are there, as far as is known.
     """

@@ -59,10 +59,8 @@ class CallPiece(NamedTuple):
     """Something new of an answer: text, or a part of a call.
 
     Attributes:
-        content: text beside calls.
         call: number of the call within the answer.
         name: of the function, where the call begins here.
-        arguments: more of the call's JSON.
     """
 
     content: str = ""
