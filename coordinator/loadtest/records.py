@@ -27,15 +27,11 @@ class RoundTime:
         forward_ns: the target's device.
         host_ns: the rest of the target's step.
         between_ns: from the result before to the round's begin, and from its end to the coordinator.
-        result_ns: when the coordinator had the result, by its clock.
     """
 
     forward_ns: int
     host_ns: int
     between_ns: int
-    nodes: int
-    accepted: int
-    result_ns: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,9 +134,6 @@ def round_times(rounds: Sequence[generation_pb2.Round]) -> list[RoundTime]:
             forward_ns=own.forward_ns,
             host_ns=max(0, own.step_ns - own.forward_ns),
             between_ns=max(0, own.result_ns - before.result_ns - own.step_ns),
-            nodes=own.selected,
-            accepted=own.accepted,
-            result_ns=own.result_ns,
         )
         for before, own in pairwise(rounds)
     ]

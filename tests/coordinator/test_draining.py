@@ -30,7 +30,7 @@ async def test_a_targets_sessions_move_to_another_one(bench):
     assert not any(task.done() for task in tasks)
     await asyncio.gather(*tasks)
     assert not any(first.rounds[rounds:])
-    assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
+    bench.check_idle()
 
 
 async def test_as_many_move_as_there_is_room_for_and_the_others_end_where_they_are(bench):
@@ -62,7 +62,7 @@ async def test_sessions_move_as_room_appears_elsewhere(bench):
     assert not first.sessions
     assert empty.is_set()
     await asyncio.gather(*tasks)
-    assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
+    bench.check_idle()
 
 
 async def test_the_last_target_ends_its_sessions_and_gets_no_new_ones(bench):

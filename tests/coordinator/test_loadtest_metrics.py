@@ -110,11 +110,10 @@ def test_positions_count_the_verifications_that_went_so_deep():
 
 def test_a_rounds_parts_make_up_the_time_from_result_to_result():
     prefill = Round(result_ns=100, step_ns=80, forward_ns=70)
-    second = Round(result_ns=290, step_ns=110, forward_ns=90, selected=5, accepted=2)
+    second = Round(result_ns=290, step_ns=110, forward_ns=90)
     (parts,) = round_times([prefill, second])
     assert (parts.forward_ns, parts.host_ns, parts.between_ns) == (90, 20, 80)
     assert parts.forward_ns + parts.host_ns + parts.between_ns == second.result_ns - prefill.result_ns
-    assert (parts.nodes, parts.accepted) == (5, 2)
     figures = metrics.round_shares([record(rounds=[parts])])
     assert figures["traced_rounds"] == 1
     assert figures["round_forward_ms"] == pytest.approx(90e-6)

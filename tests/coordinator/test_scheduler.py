@@ -12,7 +12,7 @@ from tests.polling import until
 from outrider.coordinator.sessions.messages import FinishReason, GenerationResult, GrowthBatch, TokenDelta
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
-from outrider.errors import Overloaded, Superseded, WorkerUnavailable
+from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1.generation_pb2 import Round
 
@@ -115,16 +115,6 @@ async def test_cancelling_frees_both_workers(bench):
     await until(lambda: not target.sessions and not draft.sessions)
     bench.check_idle()
     assert not any(isinstance(event, GenerationResult) for event in [event async for event in generation])
-
-
-async def test_abort_reaches_the_reader(bench):
-    bench.add_target(step_s=0.005)
-    generation = bench.submit(make_request())
-    generation.abort(Superseded("taken over"))
-    with pytest.raises(Superseded):
-        async for _ in generation:
-            pass
-    bench.check_idle()
 
 
 async def test_a_full_queue_refuses_at_once(make_bench):
