@@ -1,7 +1,5 @@
 """Events of a generation as they travel."""
 
-from collections.abc import Sequence
-
 from outrider.coordinator.sessions.messages import (
     FinishReason,
     GenerationEvent,
@@ -39,11 +37,6 @@ def response(event: GenerationEvent, request: GenerationRequest) -> generation_p
             return generation_pb2.GenerateResponse(round=event)
         case GenerationResult():
             return generation_pb2.GenerateResponse(finished=_finished(event, request))
-
-
-def tree_lines(lines: Sequence[str]) -> generation_pb2.GenerateResponse:
-    """What has happened to a token tree, as it travels."""
-    return generation_pb2.GenerateResponse(tree=generation_pb2.TreeLines(lines=lines))
 
 
 def _delta(event: TokenDelta) -> generation_pb2.Delta:

@@ -12,8 +12,8 @@ from outrider import request_decoding, tracing
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.field_checks import RequestLimits, abort_unless_known
 from outrider.coordinator.api.generations import Generations
-from outrider.coordinator.api.packing import response, started, tree_lines
-from outrider.coordinator.live.recording import recording
+from outrider.coordinator.api.packing import response, started
+from outrider.coordinator.live.tap import record
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
@@ -69,17 +69,18 @@ class GenerationServicer:
             caller = self.access.caller(context)
             parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
             begun = self.generations.stream(request, caller, connection=context.peer(), traceparent=parent)
-            async with contextlib.aclosing(begun) as events:
-                checked = await anext(events)
+            async with contextlib.aclosing(begun) as events, contextlib.AsyncExitStack() as held:
+                checked, watcher = await anext(events), None
                 assert isinstance(checked, GenerationRequest)
                 # Before anything else runs: from its first event on.
-                with recording(self.generations, checked, caller, is_wanted=request.record_tree) as new_lines:
-                    yield started(checked)
-                    async for event in events:
-                        assert not isinstance(event, GenerationRequest)
-                        if lines := new_lines():
-                            yield tree_lines(lines)
-                        yield response(event, checked)
+                if request.record_tree and (watcher := record(self.generations, checked, caller)) is not None:
+                    held.callback(watcher.close)
+                yield started(checked)
+                async for event in events:
+                    assert not isinstance(event, GenerationRequest)
+                    if watcher is not None and (lines := watcher.take()):
+                        yield generation_pb2.GenerateResponse(tree=generation_pb2.TreeLines(lines=lines))
+                    yield response(event, checked)
         except OutriderError as error:
             await abort_with(context, error)
 

@@ -94,10 +94,6 @@ class Generation:
         """Whether it has been placed at a target, or goes on where another has ended."""
         return bool(self.times.admitted_ns or (self.weights and self.request.received))
 
-    def note_admitted(self) -> None:
-        """The request leaves the queue."""
-        self.times.admitted_ns = self.times.admitted_ns or clock.now_ns()
-
     def note_round(self) -> None:
         """A round has given a choice tokens, which the reader has not got yet."""
         self._unread_rounds += 1

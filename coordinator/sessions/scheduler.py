@@ -170,7 +170,8 @@ class Scheduler:
                 continue
             session.generation.weights = self.weights.version or session.generation.weights
             target = self._router.choose(session.token_ids, targets)
-            session.generation.note_admitted()
+            times = session.generation.times
+            times.admitted_ns = times.admitted_ns or clock.now_ns()
             self._admission.note_start(session.session_id)
             session.generation.on_awaited = functools.partial(self.relay.serve_reader, session.generation)
             session.committed_ns = session.committed_ns or clock.now_ns()
