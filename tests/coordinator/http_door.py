@@ -120,3 +120,5 @@ async def serving(
         await until(lambda: not servicer.generations.live)
     finally:
         await server.stop()
+        # Connections that a test has closed are gone a turn later.
+        await asyncio.sleep(0)

@@ -190,7 +190,7 @@ async def test_what_comes_before_and_behind_the_content_is_bounded(start: bytes)
                 await asyncio.sleep(0)
                 sent += 4096
             assert not await reader.read()
-        writer.close()
+        writer.transport.abort()
         assert (await door.ask("/health"))[0] == 200
 
 
