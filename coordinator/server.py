@@ -13,12 +13,12 @@ from starlette.routing import BaseRoute
 from outrider import __version__
 from outrider.addresses import Resolve, resolver
 from outrider.coordinator.api.access import Access, TokenInterceptor
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.chat_template import load_chat_template, read_tokenizer_config
 from outrider.coordinator.api.http.server import HttpServer
-from outrider.coordinator.api.packing import source_stats
 from outrider.coordinator.api.service import GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits, max_request_bytes
+from outrider.coordinator.api.validation import max_request_bytes
 from outrider.coordinator.live.routes import OPEN_PATHS as LIVE_PATHS
 from outrider.coordinator.live.routes import live_routes
 from outrider.coordinator.metrics.families import CoordinatorMetrics, metrics_routes
@@ -50,7 +50,6 @@ class CoordinatorServer:
     """All parts of one coordinator, joined.
 
     Args:
-        config: of the coordinator.
         peers: gives where the service's coordinators take workers in; default as `config` has it.
 
     Raises:
@@ -93,7 +92,7 @@ class CoordinatorServer:
         )
         peer_service = PeerServicer(generation.generations, incarnation=self._incarnation)
 
-        generation.generations.on_refusal = self.scheduler.totals.serving.note_refusal
+        generation.generations.on_refusal = self.scheduler.totals.note_refusal
         self.metrics = CoordinatorMetrics(
             self.scheduler,
             workers=self.registry.workers,
@@ -182,7 +181,6 @@ class CoordinatorServer:
     def info(self) -> generation_pb2.ServerInfo:
         """The state of the server now."""
         totals = self.scheduler.totals
-        steps = totals.verify_steps
         speculating, undrafted = self.scheduler.drafts.speculating()
         return generation_pb2.ServerInfo(
             incarnation=self._incarnation,
@@ -194,16 +192,10 @@ class CoordinatorServer:
             workers=self.registry.statuses(),
             requests_total=totals.requests,
             emitted_tokens_total=totals.emitted_tokens,
-            speculation=generation_pb2.SpeculationStats(
-                verify_steps=steps,
-                spec_draft_tokens=totals.drafted_tokens,
-                spec_accepted_tokens=totals.accepted_tokens,
-                acceptance_length=1 + totals.accepted_tokens / steps if steps else 1.0,
-                sources=source_stats(self.scheduler.totals.sources.counts()),
-            ),
+            speculation=totals.speculation.message(),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
-            refused_total=sum(totals.serving.refused.values()),
+            refused_total=sum(totals.refused.values()),
             weights=self.registry.reloads.running if self.registry.reloads.running.version else None,
             draft_demand=totals.demand.message(sessions=speculating, undrafted_sessions=undrafted),
         )
@@ -252,10 +244,7 @@ async def serve(
     """Runs a coordinator until `stop` is set.
 
     Args:
-        config: of the coordinator.
         ready: called with host:port once it serves.
-        stop: default never.
-        peers: see `CoordinatorServer`.
         tell: given the function that says how the server is, before `ready`.
     """
     allow_many_files()

@@ -9,6 +9,7 @@ for. All of it is counted in this process alone: with k coordinators a token has
 
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,26 +37,22 @@ _PLACE_RETRY_S = 1.0
 
 
 class _Level:
-    """What is left of a limit a minute."""
+    """What is left of a limit a minute; None is no limit."""
 
-    def __init__(self, per_minute: float) -> None:
-        self._limit = per_minute
-        self._level = per_minute
+    def __init__(self, per_minute: int | None) -> None:
+        self._limit = self._level = math.inf if per_minute is None else float(per_minute)
         self._then_ns = now_ns()
 
     def wait_s(self) -> float:
         """Time until one may be taken; 0 for now."""
-        self._refill()
-        return max(0.0, (1 - self._level) * _MINUTE_S / self._limit)
+        now = now_ns()
+        gained = self._limit / _MINUTE_S * (now - self._then_ns) / 1e9
+        self._level, self._then_ns = min(self._limit, self._level + gained), now
+        return 0.0 if self._level >= 1 else (1 - self._level) * _MINUTE_S / self._limit
 
     def take(self, amount: float) -> None:
         """Takes whatever is asked for, down below zero."""
         self._level -= amount
-
-    def _refill(self) -> None:
-        now = now_ns()
-        gained = self._limit / _MINUTE_S * (now - self._then_ns) / 1e9
-        self._level, self._then_ns = min(self._limit, self._level + gained), now
 
 
 class Caller:
@@ -63,16 +60,18 @@ class Caller:
 
     Attributes:
         name: of the token; empty for everybody where no tokens are asked for.
+        places: by request id, the choices of each of its streams: while one is taken over there are two.
     """
 
-    def __init__(self, entry: TokenEntry | None = None, *, name: str = "") -> None:
+    def __init__(
+        self, entry: TokenEntry | None = None, *, name: str = "", places: dict[str, list[int]] | None = None
+    ) -> None:
         self.entry = entry
         self.name = entry.name if entry is not None else name
-        self._requests = _level(entry and entry.requests_per_minute)
-        self._tokens = _level(entry and entry.tokens_per_minute)
+        self._requests = _Level(entry and entry.requests_per_minute)
+        self._tokens = _Level(entry and entry.tokens_per_minute)
         self._max_concurrent = entry.max_concurrent if entry is not None else None
-        # By request id, the choices of each of its streams: while one is taken over there are two.
-        self._places: dict[str, list[int]] = {}
+        self.places = {} if places is None else places
         self._watches = 0
 
     @contextlib.contextmanager
@@ -83,16 +82,15 @@ class Caller:
             Overloaded: a limit is reached; nothing was taken.
         """
         self._check(request_id, choices)
-        if self._requests is not None:
-            self._requests.take(1)
-        self._places.setdefault(request_id, []).append(choices)
+        self._requests.take(1)
+        self.places.setdefault(request_id, []).append(choices)
         try:
             yield
         finally:
             # What it leaves may be the stream that it could not take over.
-            self._places[request_id].remove(choices)
-            if not self._places[request_id]:
-                del self._places[request_id]
+            self.places[request_id].remove(choices)
+            if not self.places[request_id]:
+                del self.places[request_id]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -111,19 +109,17 @@ class Caller:
 
     def note_output(self, tokens: int) -> None:
         """So many output tokens were emitted."""
-        if self._tokens is not None:
-            self._tokens.take(tokens)
+        self._tokens.take(tokens)
 
     def _check(self, request_id: str, choices: int) -> None:
         for what, level in (("requests", self._requests), ("output tokens", self._tokens)):
-            wait_s = level.wait_s() if level is not None else 0.0
-            if wait_s > 0:
+            if wait_s := level.wait_s():
                 raise Overloaded(
                     f"{self.name} has used its {what} of a minute: come back in {wait_s:.1f} s", retry_after_s=wait_s
                 )
         if self._max_concurrent is None:
             return
-        held = sum(max(streams) for other, streams in self._places.items() if other != request_id)
+        held = sum(max(streams) for other, streams in self.places.items() if other != request_id)
         if held + choices > self._max_concurrent:
             raise Overloaded(
                 f"{self.name} has {held} choices running, and asks for {choices} more: at most "
@@ -131,16 +127,9 @@ class Caller:
                 retry_after_s=_PLACE_RETRY_S,
             )
 
-    def succeeds(self, before: "Caller") -> None:
-        """Takes over the requests of the caller with the same name whose limits have changed."""
-        self._places = before._places
-
 
 class Access:
     """The callers of the public door.
-
-    Args:
-        token_file: of those that may call; None lets everybody.
 
     Raises:
         OSError: the file cannot be read.
@@ -187,7 +176,12 @@ class Access:
         entry = self._entry(token)
         if entry is None:
             raise self._stranger("this token is not known: ask whoever runs the service for one")
-        return self._caller_of(entry)
+        known = self._callers.get(entry.name)
+        if known is not None and known.entry == entry:
+            return known
+        # Where its limits have changed, its requests go on.
+        caller = self._callers[entry.name] = Caller(entry, places=known and known.places)
+        return caller
 
     def _stranger(self, advice: str) -> Unauthenticated:
         self.unauthenticated += 1
@@ -202,15 +196,6 @@ class Access:
         assert self._file is not None
         self._refresh()
         return find(token, self._file.entries)
-
-    def _caller_of(self, entry: TokenEntry) -> Caller:
-        known = self._callers.get(entry.name)
-        if known is not None and known.entry == entry:
-            return known
-        caller = self._callers[entry.name] = Caller(entry)
-        if known is not None:
-            caller.succeeds(known)
-        return caller
 
     def _refresh(self) -> None:
         assert self._file is not None
@@ -270,7 +255,3 @@ def bearer_token(metadata: Any) -> str | None:
     if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith(SCHEME):
         return None
     return values[0].removeprefix(SCHEME)
-
-
-def _level(per_minute: int | None) -> _Level | None:
-    return None if per_minute is None else _Level(per_minute)

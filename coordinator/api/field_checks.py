@@ -1,14 +1,44 @@
 """What the checks of a request's fields share: wrong ones are collected, and named all at once."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import FieldViolation
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from outrider.errors import FieldViolation, InvalidRequest
+from outrider.rpc import abort_with
 from outrider.v1 import common_pb2, generation_pb2
+from outrider.wire import MOST_NODES
 
 # Of one list, this many wrong entries are named; the rest are counted.
 _NAMED_ENTRIES = 3
+# In more bytes than this unknown fields are not looked for one by one, nor in more than so many messages of a list.
+_MAX_UNKNOWN_BYTES = 16 << 10
+_MAX_LOOKED_AT = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """What a request may ask for, and what it gets when it does not say.
+
+    Attributes:
+        default_max_new_tokens: cut to the room that is left where the prompt is long.
+        max_nodes: most nodes verified for a choice in one step, and the default.
+        max_depth: deepest node, and the default.
+        sync_nodes, sync_depth: the defaults in sync mode, where they are less.
+        allow_synthetic: whether a request may be judged by the synthetic rule, whose output means nothing.
+    """
+
+    default_max_new_tokens: int = 128
+    max_nodes: int = MOST_NODES
+    max_depth: int = 16
+    sync_nodes: int = 24
+    sync_depth: int = 8
+    allow_synthetic: bool = False
 
 
 class FieldChecks:
@@ -82,3 +112,38 @@ class FieldChecks:
             self.wrong(path, description)
         if len(wrong) > _NAMED_ENTRIES:
             self.wrong(field, f"{len(wrong) - _NAMED_ENTRIES} more {what}")
+
+
+def unknown_fields(request: Message) -> list[tuple[str, str]]:
+    """Where a request holds fields that this protocol does not have: (field, what to change).
+
+    A misspelt one would otherwise be left out in silence.
+    """
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    unknown_bytes = request.ByteSize() - known.ByteSize()
+    if unknown_bytes > _MAX_UNKNOWN_BYTES:
+        return [("request", f"{unknown_bytes} bytes of fields that this protocol does not have: remove them")]
+    return list(_fields(request, "")) if unknown_bytes else []
+
+
+def _fields(message: Message, path: str) -> Iterator[tuple[str, str]]:
+    name = message.DESCRIPTOR.full_name
+    for unknown in UnknownFieldSet(message):
+        number = unknown.field_number
+        yield f"{path}{number}", f"{name} has no field {number}: remove it"
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        if isinstance(value, Message):
+            yield from _fields(value, f"{path}{field.name}.")
+        else:
+            for position, entry in enumerate(itertools.islice(value, _MAX_LOOKED_AT)):
+                yield from _fields(entry, f"{path}{field.name}[{position}].")
+
+
+async def abort_unless_known(request: Message, context: Any) -> None:
+    """For requests of which nothing else can be wrong than that they have unknown fields."""
+    if violations := [FieldViolation(*each) for each in unknown_fields(request)]:
+        await abort_with(context, InvalidRequest(violations))

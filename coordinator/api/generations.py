@@ -13,16 +13,19 @@ import functools
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from outrider import tracing
 from outrider.coordinator.api.access import Caller
-from outrider.coordinator.api.validation import MAX_REQUEST_ID_CHARS, RequestLimits, RequestValidator
+from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.validation import MAX_REQUEST_ID_CHARS, RequestValidator
+from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import GenerationEvent, GenerationRequest, GenerationResult, TokenDelta
 from outrider.coordinator.sessions.request_trace import RequestTrace
+from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.coordinator.workers.peers import Peers
@@ -39,60 +42,12 @@ _MOST_STRUCTURED_WAITING = 32
 _TAKEN_OVER = "another stream took it over"
 
 
-class RunningGeneration(Protocol):
-    """The events of one request, as the scheduler gives them.
-
-    Attributes:
-        weights: version of those that its tokens are chosen with.
-    """
-
-    weights: str
-
-    def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
-
-    def cancel(self) -> None:
-        """Stops the work and frees what it holds; harmless when it has ended."""
-
-    def abort(self, error: OutriderError) -> None:
-        """Ends the iteration with the error."""
-
-
-class Submitter(Protocol):
-    """What the doors need of the scheduler."""
-
-    def check_room(self, choices: int = 1, *, entry: str = "") -> None:
-        """Look for room for a request of so many choices, which may have its entry in the queue already.
-
-        Raises:
-            Overloaded: there is none.
-        """
-
-    def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> RunningGeneration:
-        """Starts a request, one text stream a choice.
-
-        Raises:
-            Overloaded: the queue is full.
-            WorkerUnavailable: there is no target.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class LiveGeneration:
-    """A request that runs."""
-
-    generation: RunningGeneration
-    seed: int
-
-
 class Generations:
     """Requests of all doors over one scheduler.
 
     Args:
-        scheduler: takes validated requests.
         model: that is served; read at every request, so that it may be completed when a target registers.
         tokenizer: None where the model has none.
-        limits: bounds and defaults of requests.
         peers: the other coordinators, where a request may run that is asked for here; None: there are none.
         other_names: by which HTTP requests may ask for the model as well.
 
@@ -104,7 +59,7 @@ class Generations:
 
     def __init__(
         self,
-        scheduler: Submitter,
+        scheduler: Scheduler,
         *,
         model: common_pb2.ModelInfo,
         tokenizer: TextTokenizer | None,
@@ -119,7 +74,7 @@ class Generations:
         self._structured_checks = ThreadPoolExecutor(1, thread_name_prefix="structured")
         # By what is asked for, requests that wait for it: an HTTP request of many prompts asks the same for each.
         self._structured_waiting = Counter[bytes]()
-        self.live: dict[tuple[str, str], LiveGeneration] = {}
+        self.live: dict[tuple[str, str], Generation] = {}
         self.on_refusal: Callable[[OutriderError], None] = lambda error: None
         """Hears of every request that ends before it has begun."""
 
@@ -154,8 +109,6 @@ class Generations:
         Closing the iterator (`contextlib.aclosing`) ends the generation and frees all that it holds.
 
         Args:
-            request: as it came from outside.
-            caller: whose it is.
             connection: that it came by: where nobody is asked for a name, connections take turns in the queue.
             queued_as: name of the entry in the queue that it shares with other prompts of one request.
             traceparent: of the caller's span, where it traces.
@@ -188,7 +141,7 @@ class Generations:
                 logger.debug("request %s begins", request_id, extra=about(request_id=request_id))
                 # Only now: a request that cannot be taken over is better off with its old stream.
                 self.end(key, _TAKEN_OVER)
-                live = self.live[key] = LiveGeneration(generation, checked.sampling.seed)
+                self.live[key] = generation
                 try:
                     if seed_elsewhere is not None:
                         await self._peers.end(caller.name, [request_id], _TAKEN_OVER)
@@ -209,7 +162,7 @@ class Generations:
                     # Reached also when the client cancels or disconnects: the handler is then cancelled or closed.
                     generation.cancel()
                     logger.debug("request %s has ended", request_id, extra=about(request_id=request_id))
-                    if self.live.get(key) is live:
+                    if self.live.get(key) is generation:
                         del self.live[key]
         except OutriderError as error:
             if not has_begun:
@@ -270,7 +223,7 @@ class Generations:
     def seed_of(self, key: tuple[str, str]) -> int | None:
         """Of a live request, by caller and id; None where there is none."""
         live = self.live.get(key)
-        return None if live is None else live.seed
+        return None if live is None else live.request.sampling.seed
 
     async def abort(self, caller: Caller, request_ids: Iterable[str]) -> list[str]:
         """Ends a caller's live requests, at whichever coordinator they run; returns the ids of those that were live."""
@@ -285,7 +238,7 @@ class Generations:
         """Ends a live request here, by caller and id; False where there is none."""
         live = self.live.pop(key, None)
         if live is not None:
-            live.generation.abort(Superseded(f"request {key[1]} ended: {reason}"))
+            live.abort(Superseded(f"request {key[1]} ended: {reason}"))
         return live is not None
 
 

@@ -1,18 +1,13 @@
 """Events of a generation as they travel."""
 
-from collections.abc import Iterable, Sequence
-
 from outrider.coordinator.sessions.messages import (
     FinishReason,
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
-    RoundRecord,
-    SourceCounts,
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.drafting.growth_source import to_proto
 from outrider.v1 import generation_pb2, target_pb2
 from outrider.wire import floats_to_bytes
 
@@ -38,15 +33,10 @@ def response(event: GenerationEvent, request: GenerationRequest) -> generation_p
     match event:
         case TokenDelta():
             return generation_pb2.GenerateResponse(delta=_delta(event))
-        case RoundRecord():
-            return generation_pb2.GenerateResponse(round=_round(event))
+        case generation_pb2.Round():
+            return generation_pb2.GenerateResponse(round=event)
         case GenerationResult():
             return generation_pb2.GenerateResponse(finished=_finished(event, request))
-
-
-def tree_lines(lines: Sequence[str]) -> generation_pb2.GenerateResponse:
-    """What has happened to a token tree, as it travels."""
-    return generation_pb2.GenerateResponse(tree=generation_pb2.TreeLines(lines=lines))
 
 
 def _delta(event: TokenDelta) -> generation_pb2.Delta:
@@ -73,26 +63,6 @@ def _logprobs(logprobs: TokenLogprobs) -> target_pb2.Logprobs:
     )
 
 
-def _round(record: RoundRecord) -> generation_pb2.Round:
-    return generation_pb2.Round(
-        index=record.index,
-        step=record.step,
-        length=record.length,
-        result_ns=record.result_ns,
-        step_ns=record.step_ns,
-        forward_ns=record.forward_ns,
-        selected=record.selected,
-        accepted=record.accepted,
-        emitted_token_ids=record.emitted_token_ids,
-        growth=[
-            generation_pb2.GrowthArrival(
-                worker_id=arrival.worker_id, arrived_ns=arrival.arrived_ns, as_of=arrival.as_of, nodes=arrival.nodes
-            )
-            for arrival in record.growth
-        ],
-    )
-
-
 def _finished(result: GenerationResult, request: GenerationRequest) -> generation_pb2.Finished:
     choices = []
     for choice in result.choices:
@@ -106,7 +76,6 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
         elif choice.stop_string is not None:
             message.stop_string = choice.stop_string
         choices.append(message)
-    counts = result.speculation
     return generation_pb2.Finished(
         choices=choices,
         usage=generation_pb2.Usage(
@@ -114,29 +83,10 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
             completion_tokens=sum(choice.completion_tokens for choice in result.choices),
             cached_tokens=result.cached_tokens,
         ),
-        speculation=generation_pb2.SpeculationStats(
-            verify_steps=counts.verify_steps,
-            spec_draft_tokens=counts.drafted_tokens,
-            spec_accepted_tokens=counts.accepted_tokens,
-            acceptance_length=counts.acceptance_length,
-            sources=source_stats(counts.sources),
-        ),
+        speculation=result.speculation.message(),
         timings=_timings(result, request),
         weights=result.weights,
     )
-
-
-def source_stats(counts: Iterable[SourceCounts]) -> list[generation_pb2.SourceStats]:
-    """Statistics by source as they travel."""
-    return [
-        generation_pb2.SourceStats(
-            source=to_proto(own.source),
-            drafted_tokens=own.drafted,
-            submitted_tokens=own.submitted,
-            accepted_tokens=own.accepted,
-        )
-        for own in counts
-    ]
 
 
 def _timings(result: GenerationResult, request: GenerationRequest) -> generation_pb2.Timings:

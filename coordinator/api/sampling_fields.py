@@ -1,17 +1,34 @@
 """The sampling parameters of a request."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 from outrider.coordinator.api.field_checks import FieldChecks
+from outrider.coordinator.api.speculation_fields import verification
+from outrider.errors import GrammarUnsupported
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.library import GrammarError
+from outrider.grammar.request import ConstraintError, grammar_of
 from outrider.sampling import SCORED_ALONE, SamplingSpec
+from outrider.v1 import generation_pb2
 
 MAX_LOGPROBS = 20
 # Below this, probabilities other than the best one's underflow in float32: the choice is the greedy one.
 _GREEDY_BELOW = 1e-30
+_STRUCTURED = "sampling_params.structured_outputs"
 
 
-def sampling_spec(fields: FieldChecks, *, max_new_tokens: int, seed: int) -> SamplingSpec:
-    """Its sampling parameters, defaults filled in."""
+def sampling_spec(
+    fields: FieldChecks,
+    asked: generation_pb2.SpeculationParams,
+    grammars: GrammarCompiler | None,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    allow_synthetic: bool,
+) -> SamplingSpec:
+    """Its sampling parameters, defaults filled in, with the rule that drafts are judged by and the output's grammar."""
     params = fields.params
     temperature = fields.number("temperature", 0.0, "a finite number, 0 (greedy) or more", lambda x: x >= 0)
     top_k = params.top_k if params.HasField("top_k") else 0
@@ -53,7 +70,8 @@ def sampling_spec(fields: FieldChecks, *, max_new_tokens: int, seed: int) -> Sam
             "sampling_params.allowed_token_ids",
             "only stop tokens, which min_new_tokens forbids at first: allow another token or drop min_new_tokens",
         )
-    return spec
+    spec = replace(spec, **verification(fields, asked, allow_synthetic=allow_synthetic))
+    return replace(spec, **_grammar(fields, spec, grammars))
 
 
 def _logit_bias(fields: FieldChecks) -> dict[int, float]:
@@ -68,3 +86,43 @@ def _logit_bias(fields: FieldChecks) -> dict[int, float]:
             wrong.append((f"{field}[{token_id}]", f"{value:g} given, a finite number from -100 to 100 needed"))
     fields.wrong_entries(field, wrong, "wrong entries")
     return bias
+
+
+def _grammar(fields: FieldChecks, sampling: SamplingSpec, grammars: GrammarCompiler | None) -> dict[str, Any]:
+    """The grammar of structured outputs, as fields of the spec; `grammars` is None where the model has no tokenizer.
+
+    It is compiled here, for the coordinator's own tokenizer, before any worker hears of it: who asks for what cannot be
+    compiled is told so at once. That may take a quarter of a second (`Generations` has a thread for it).
+    """
+    if not fields.params.HasField("structured_outputs"):
+        return {}
+    before, asked, ends = len(fields.violations), fields.params.structured_outputs, tuple(fields.model.eos_token_ids)
+    # What cannot be had beside a grammar: it says when the output ends, and which tokens there are.
+    for is_wrong, field, description in (
+        (not ends, _STRUCTURED, "this model names no end-of-sequence token, so no output could end: leave it out"),
+        (fields.params.ignore_eos, "sampling_params.ignore_eos",
+         "not with structured_outputs: the output ends when it matches"),
+        (sampling.min_new_tokens, "sampling_params.min_new_tokens",
+         "not with structured_outputs, which say when to end"),
+        (sampling.allowed_token_ids, "sampling_params.allowed_token_ids",
+         "not with structured_outputs: give one of them"),
+        (sampling.is_synthetic, "speculation.verification",
+         "4 (synthetic) accepts what no grammar allows: choose another"),
+        (grammars is None, _STRUCTURED, "this model has no tokenizer: leave structured_outputs out"),
+    ):  # fmt: skip
+        if is_wrong:
+            fields.wrong(field, description)
+    if grammars is None or len(fields.violations) > before:
+        return {}
+    try:
+        grammar = grammar_of(asked)
+        grammars.compile(grammar, ends)
+    except ConstraintError as error:
+        fields.wrong(f"{_STRUCTURED}.{error.field}".rstrip("."), str(error))
+    except GrammarError as error:
+        fields.wrong(f"{_STRUCTURED}.{asked.WhichOneof('constraint')}", f"cannot be compiled: {error}")
+    except GrammarUnsupported as error:
+        fields.wrong(_STRUCTURED, str(error))
+    else:
+        return {"grammar": grammar, "grammar_end_ids": ends}
+    return {}

@@ -10,11 +10,12 @@ import grpc.aio
 
 from outrider import request_decoding, tracing
 from outrider.coordinator.api.access import Access
-from outrider.coordinator.api.generations import Generations, Submitter
-from outrider.coordinator.api.packing import response, started, tree_lines
-from outrider.coordinator.api.validation import RequestLimits, check_known_fields
-from outrider.coordinator.live.recording import recording
+from outrider.coordinator.api.field_checks import RequestLimits, abort_unless_known
+from outrider.coordinator.api.generations import Generations
+from outrider.coordinator.api.packing import response, started
+from outrider.coordinator.live.tap import record
 from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.coordinator.workers.peers import Peers
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Unauthenticated
@@ -31,23 +32,16 @@ class GenerationServicer:
     """outrider.v1.GenerationService over a scheduler.
 
     Args:
-        scheduler: takes validated requests.
-        model: that is served; read at every request, so that it may be completed when a target registers.
-        tokenizer: None where the model has none.
-        limits: bounds and defaults of requests.
         server_info: the state of the server now.
         access: who may call, and how much; by default everybody. Calls without a token end before they come here
-            (`TokenInterceptor`).
-        peers: the other coordinators; None: there are none.
-
-    Attributes:
-        access: as given; other doors ask it too.
-        generations: the way to the scheduler, which other doors share.
+            (`TokenInterceptor`); other doors ask it too.
+        scheduler, model, tokenizer, limits, peers, other_names: of `generations`, the way to the scheduler, which other
+            doors share.
     """
 
     def __init__(
         self,
-        scheduler: Submitter,
+        scheduler: Scheduler,
         *,
         model: common_pb2.ModelInfo,
         tokenizer: TextTokenizer | None,
@@ -62,7 +56,6 @@ class GenerationServicer:
         self.generations = Generations(
             scheduler, model=model, tokenizer=tokenizer, limits=limits, peers=peers, other_names=other_names
         )
-        self._live = self.generations.live
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server."""
@@ -76,17 +69,18 @@ class GenerationServicer:
             caller = self.access.caller(context)
             parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
             begun = self.generations.stream(request, caller, connection=context.peer(), traceparent=parent)
-            async with contextlib.aclosing(begun) as events:
-                checked = await anext(events)
+            async with contextlib.aclosing(begun) as events, contextlib.AsyncExitStack() as held:
+                checked, watcher = await anext(events), None
                 assert isinstance(checked, GenerationRequest)
                 # Before anything else runs: from its first event on.
-                with recording(self.generations, checked, caller, is_wanted=request.record_tree) as new_lines:
-                    yield started(checked)
-                    async for event in events:
-                        assert not isinstance(event, GenerationRequest)
-                        if lines := new_lines():
-                            yield tree_lines(lines)
-                        yield response(event, checked)
+                if request.record_tree and (watcher := record(self.generations, checked, caller)) is not None:
+                    held.callback(watcher.close)
+                yield started(checked)
+                async for event in events:
+                    assert not isinstance(event, GenerationRequest)
+                    if watcher is not None and (lines := watcher.take()):
+                        yield generation_pb2.GenerateResponse(tree=generation_pb2.TreeLines(lines=lines))
+                    yield response(event, checked)
         except OutriderError as error:
             await abort_with(context, error)
 
@@ -94,7 +88,7 @@ class GenerationServicer:
         self, request: generation_pb2.AbortRequest, context: Any
     ) -> generation_pb2.AbortResponse:
         """Ends live requests; ids that are not live are left out of the answer."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         try:
             caller = self.access.caller(context)
         except Unauthenticated as error:
@@ -106,7 +100,7 @@ class GenerationServicer:
         self, request: generation_pb2.GetModelInfoRequest, context: Any
     ) -> generation_pb2.GetModelInfoResponse:
         """The model that is served."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         return generation_pb2.GetModelInfoResponse(
             model=self.generations.model, max_new_tokens_default=self.generations.limits.default_max_new_tokens
         )
@@ -115,14 +109,14 @@ class GenerationServicer:
         self, request: generation_pb2.GetServerInfoRequest, context: Any
     ) -> generation_pb2.ServerInfo:
         """The state of the server now."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         return self._server_info()
 
     async def Watch(  # noqa: N802
         self, request: generation_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[generation_pb2.ServerInfo]:
         """The state of the server at once, then at every interval."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         least, default, most = _WATCH_INTERVAL_MS
         interval_ms = request.interval_ms if request.HasField("interval_ms") else default
         if not least <= interval_ms <= most:
@@ -135,10 +129,3 @@ class GenerationServicer:
                     await asyncio.sleep(interval_ms / 1e3)
         except OutriderError as error:
             await abort_with(context, error)
-
-
-async def _check_known_fields(request: Any, context: Any) -> None:
-    try:
-        check_known_fields(request)
-    except InvalidRequest as error:
-        await abort_with(context, error)

@@ -1,11 +1,9 @@
 """How a request asks to be speculated for, and verified."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from outrider.coordinator.api.field_checks import FieldChecks
+from outrider.coordinator.api.field_checks import FieldChecks, RequestLimits
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
-from outrider.errors import FieldViolation
 from outrider.sampling import SpeculationMode, VerificationRule, mode_from_proto, rule_from_proto
 from outrider.v1 import generation_pb2
 
@@ -14,32 +12,20 @@ _SOURCES = "speculation.sources"
 _KNOWN_SOURCES = " or ".join(f"{source.value} ({source.word})" for source in GrowthSource)
 
 
-class TreeBounds(NamedTuple):
-    """How large a tree may be, in nodes or levels.
-
-    Attributes:
-        most: and the default in async mode.
-        in_sync: the default in sync mode.
-    """
-
-    most: int
-    in_sync: int
-
-
 def speculation(
-    fields: FieldChecks, given: generation_pb2.SpeculationParams, bounds: Mapping[str, TreeBounds]
+    fields: FieldChecks, given: generation_pb2.SpeculationParams, limits: RequestLimits
 ) -> tuple[SpeculationMode, int, int]:
-    """Its mode, and most nodes and greatest depth of a tree; `bounds`: of the last two, by name."""
+    """Its mode, and most nodes and greatest depth of a tree."""
     mode = SpeculationMode.ASYNC
     try:
         mode = mode_from_proto(given.mode)
     except ValueError as error:
         fields.wrong("speculation.mode", str(error))
     values = []
-    for name in ("max_nodes", "max_depth"):
-        most, in_sync = bounds[name]
-        default = in_sync if mode is SpeculationMode.SYNC else most
-        value = getattr(given, name) if given.HasField(name) else default
+    for name, in_sync in (("max_nodes", limits.sync_nodes), ("max_depth", limits.sync_depth)):
+        most = getattr(limits, name)
+        default = min(in_sync, most) if mode is SpeculationMode.SYNC else most
+        value = getattr(given, name) if given.HasField(name) else default  # pyright: ignore[reportArgumentType]
         if not 1 <= value <= most:
             fields.wrong(f"speculation.{name}", f"{value} given, 1 to {most} needed (mode 3, off, needs none)")
         values.append(value)
@@ -93,19 +79,16 @@ def _synthetic(
     return {"synthetic_rates": tuple(rates)}
 
 
-def asked_sources(given: generation_pb2.SpeculationParams) -> tuple[frozenset[GrowthSource], list[FieldViolation]]:
+def asked_sources(fields: FieldChecks, given: generation_pb2.SpeculationParams) -> frozenset[GrowthSource]:
     """The sources, all of them where none is named; a source that no worker has is no fault: it grows nothing."""
-    asked, most = given.sources, len(GrowthSource)
-    if not asked:
-        return ALL_SOURCES, []
+    asked, most, wrong = given.sources, len(GrowthSource), list[tuple[str, str]]()
     if len(asked) > most:
-        return ALL_SOURCES, [FieldViolation(_SOURCES, f"{len(asked)} given, at most {most} needed: each source once")]
-    wrong = []
+        fields.wrong(_SOURCES, f"{len(asked)} given, at most {most} needed: each source once")
+        return ALL_SOURCES
     for place, number in enumerate(asked):
         if number not in set(GrowthSource):
-            wrong.append(FieldViolation(f"{_SOURCES}[{place}]", f"{number} given, {_KNOWN_SOURCES} needed"))
+            wrong.append((f"{_SOURCES}[{place}]", f"{number} given, {_KNOWN_SOURCES} needed"))
         elif number in asked[:place]:
-            wrong.append(
-                FieldViolation(f"{_SOURCES}[{place}]", f"{GrowthSource(number).word} given twice: name it once")
-            )
-    return ALL_SOURCES if wrong else frozenset(map(GrowthSource, asked)), wrong
+            wrong.append((f"{_SOURCES}[{place}]", f"{GrowthSource(number).word} given twice: name it once"))
+    fields.wrong_entries(_SOURCES, wrong, "wrong sources")
+    return ALL_SOURCES if wrong or not asked else frozenset(map(GrowthSource, asked))

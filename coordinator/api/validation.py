@@ -3,26 +3,18 @@
 import itertools
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
-from google.protobuf.message import Message
-
-from outrider.coordinator.api.field_checks import FieldChecks
+from outrider.coordinator.api.field_checks import FieldChecks, RequestLimits, unknown_fields
 from outrider.coordinator.api.sampling_fields import sampling_spec
-from outrider.coordinator.api.speculation_fields import TreeBounds, asked_sources, speculation, verification
-from outrider.coordinator.api.structured_outputs import structured_outputs
-from outrider.coordinator.api.unknown_fields import unknown_fields
+from outrider.coordinator.api.speculation_fields import asked_sources, speculation
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
-from outrider.drafting.growth_source import GrowthSource
-from outrider.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
+from outrider.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
 from outrider.rpc import MAX_MESSAGE_BYTES
-from outrider.sampling import SamplingSpec, SpeculationMode
+from outrider.sampling import SpeculationMode
 from outrider.v1 import common_pb2, generation_pb2
-from outrider.wire import MOST_NODES
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
@@ -33,34 +25,6 @@ MAX_CHOICES = 16
 _ID_BYTES, _BIAS_BYTES, _UNKNOWN_TOKEN_BYTES = 5, 13, 64
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestLimits:
-    """What a request may ask for, and what it gets when it does not say.
-
-    Attributes:
-        default_max_new_tokens: cut to the room that is left where the prompt is long.
-        max_nodes: most nodes verified for a choice in one step, and the default.
-        max_depth: deepest node, and the default.
-        sync_nodes, sync_depth: the defaults in sync mode, where they are less.
-        allow_synthetic: whether a request may be judged by the synthetic rule, whose output means nothing.
-    """
-
-    default_max_new_tokens: int = 128
-    max_nodes: int = MOST_NODES
-    max_depth: int = 16
-    sync_nodes: int = 24
-    sync_depth: int = 8
-    allow_synthetic: bool = False
-
-    @property
-    def tree_bounds(self) -> Mapping[str, TreeBounds]:
-        """What there is at most, and by default, by the field's name."""
-        return {
-            "max_nodes": TreeBounds(self.max_nodes, min(self.sync_nodes, self.max_nodes)),
-            "max_depth": TreeBounds(self.max_depth, min(self.sync_depth, self.max_depth)),
-        }
 
 
 def max_request_bytes(model: common_pb2.ModelInfo, tokenizer: TextTokenizer | None) -> int:
@@ -75,24 +39,11 @@ def max_request_bytes(model: common_pb2.ModelInfo, tokenizer: TextTokenizer | No
     return min(MAX_MESSAGE_BYTES, max(1 << 20, text_bytes + ids_bytes))
 
 
-def check_known_fields(request: Message) -> None:
-    """For requests of which nothing else can be wrong.
-
-    Raises:
-        InvalidRequest: the request holds fields that this protocol does not have.
-    """
-    violations = [FieldViolation(path, description) for path, description in unknown_fields(request)]
-    if violations:
-        raise InvalidRequest(violations)
-
-
 class RequestValidator:
     """Checks requests against one model.
 
     Args:
-        model: vocabulary size, longest session, end-of-sequence ids.
         tokenizer: None where the model has none: prompts are token ids then, and stop strings are refused.
-        limits: bounds and defaults.
     """
 
     def __init__(
@@ -120,12 +71,14 @@ class RequestValidator:
         """
         check = _Check(request, self._model, self._tokenizer, self._limits)
         generation = check.run(request.request_id or request_id or "", known_seed)
-        if check.fields.violations:
-            raise InvalidRequest(check.fields.violations)
-        return generation, check.text_streams(generation)
+        if check.violations:
+            raise InvalidRequest(check.violations)
+        prompt, stop = generation.prompt_token_ids, generation.stop
+        streams = [TextStream(self._tokenizer, stop=stop, prompt_token_ids=prompt) for _ in range(generation.n)]
+        return generation, streams
 
 
-class _Check:
+class _Check(FieldChecks):
     """One pass over one request, collecting violations."""
 
     def __init__(
@@ -135,40 +88,40 @@ class _Check:
         tokenizer: TextTokenizer | None,
         limits: RequestLimits,
     ) -> None:
-        self._request = request
-        self._params = request.sampling_params
-        self._model = model
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self.fields = FieldChecks(self._params, model)
+        super().__init__(request.sampling_params, model)
+        self._request, self._tokenizer, self._limits = request, tokenizer, limits
 
     def run(self, request_id: str, known_seed: int | None) -> GenerationRequest:
         """The request, meaningful only if there are no violations."""
         request = self._request
-        unknown = unknown_fields(request)
-        self.fields.wrong_entries("request", unknown, "unknown fields")
+        self.wrong_entries("request", unknown_fields(request), "unknown fields")
         self._check_request_id()
         prompt = self._prompt()
-        n = self.fields.whole("n", default=1, low=1, high=MAX_CHOICES)
+        n = self.whole("n", default=1, low=1, high=MAX_CHOICES)
         max_new_tokens = self._max_new_tokens(prompt)
-        sampling = sampling_spec(self.fields, max_new_tokens=max_new_tokens, seed=self._seed(known_seed))
         asked, limits = request.speculation, self._limits
-        sampling = replace(sampling, **verification(self.fields, asked, allow_synthetic=limits.allow_synthetic))
-        sampling = replace(sampling, **self._structured_outputs(sampling))
+        sampling = sampling_spec(
+            self,
+            asked,
+            self._tokenizer and self._tokenizer.grammars,
+            max_new_tokens=max_new_tokens,
+            seed=self._seed(known_seed),
+            allow_synthetic=limits.allow_synthetic,
+        )
         stop = self._stop()
-        mode, max_nodes, max_depth = speculation(self.fields, asked, limits.tree_bounds)
+        mode, max_nodes, max_depth = speculation(self, asked, limits)
         if sampling.forced_token_ids:
             # The target grows what it is to score, and bounds it itself.
             mode, max_nodes, max_depth = SpeculationMode.OFF, 0, 0
         generation = GenerationRequest(
             request_id=request_id,
-            prompt_token_ids=tuple(prompt[: self._model.max_model_len]),
+            prompt_token_ids=tuple(prompt[: self.model.max_model_len]),
             sampling=sampling,
             stop=stop,
             mode=mode,
             max_nodes=max_nodes,
             max_depth=max_depth,
-            sources=self._sources(),
+            sources=asked_sources(self, asked),
             n=n,
             received=self._received(sampling.max_new_tokens),
             trace=request.trace,
@@ -177,77 +130,70 @@ class _Check:
         self._check_received(generation)
         return generation
 
-    def text_streams(self, generation: GenerationRequest) -> list[TextStream]:
-        """A fresh one for each choice."""
-        prompt = generation.prompt_token_ids
-        return [TextStream(self._tokenizer, stop=generation.stop, prompt_token_ids=prompt) for _ in range(generation.n)]
-
     # ------------------------------------------------------------------------------------------------ request, prompt
 
     def _check_request_id(self) -> None:
         request_id = self._request.request_id
         if len(request_id) > MAX_REQUEST_ID_CHARS:
-            self.fields.wrong(
-                "request_id", f"{len(request_id)} characters given, at most {MAX_REQUEST_ID_CHARS} allowed"
-            )
+            self.wrong("request_id", f"{len(request_id)} characters given, at most {MAX_REQUEST_ID_CHARS} allowed")
         elif request_id and not _REQUEST_ID.fullmatch(request_id):
-            self.fields.wrong("request_id", "use only letters, digits and . _ : - or leave it empty for one made here")
+            self.wrong("request_id", "use only letters, digits and . _ : - or leave it empty for one made here")
 
     def _prompt(self) -> Sequence[int]:
         kind = self._request.WhichOneof("prompt")
         if kind is None:
-            self.fields.wrong("prompt", "missing: give text or token_ids")
+            self.wrong("prompt", "missing: give text or token_ids")
             return ()
         if kind == "text":
             return self._prompt_of_text(self._request.text)
         token_ids = self._request.token_ids.ids
         if not token_ids:
-            self.fields.wrong("token_ids.ids", "empty: give at least one token")
-        if len(token_ids) > self._model.max_model_len:
+            self.wrong("token_ids.ids", "empty: give at least one token")
+        if len(token_ids) > self.model.max_model_len:
             # `_max_new_tokens` says so.
             return token_ids
-        self.fields.check_token_ids("token_ids.ids", token_ids)
+        self.check_token_ids("token_ids.ids", token_ids)
         return token_ids
 
     def _prompt_of_text(self, text: str) -> Sequence[int]:
         tokenizer = self._tokenizer
         if tokenizer is None:
-            self.fields.wrong("text", "this model has no tokenizer: give the prompt as token_ids")
+            self.wrong("text", "this model has no tokenizer: give the prompt as token_ids")
             return ()
         if not text:
-            self.fields.wrong("text", "empty: give at least one character")
+            self.wrong("text", "empty: give at least one character")
             return ()
         longest = tokenizer.longest_token_bytes
         # A text that cannot fit is refused before time is spent on its tokens.
-        if longest is not None and len(text) > longest * self._model.max_model_len:
-            self.fields.wrong(
+        if longest is not None and len(text) > longest * self.model.max_model_len:
+            self.wrong(
                 "text",
                 f"the prompt is too long: it has at least {len(text) // longest} tokens, the model takes "
-                f"{self._model.max_model_len} (prompt and output): shorten it",
+                f"{self.model.max_model_len} (prompt and output): shorten it",
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
             return ()
         token_ids = tokenizer.encode(text)
         if not token_ids:
-            self.fields.wrong("text", "it has no tokens: give at least one character that the tokenizer keeps")
+            self.wrong("text", "it has no tokens: give at least one character that the tokenizer keeps")
         return token_ids
 
     def _max_new_tokens(self, prompt: Sequence[int]) -> int:
-        longest = self._model.max_model_len
+        longest = self.model.max_model_len
         room = longest - len(prompt)
         prompt_field = "text" if self._request.WhichOneof("prompt") == "text" else "token_ids.ids"
         if room < 1:
-            self.fields.wrong(
+            self.wrong(
                 prompt_field,
                 f"the prompt is too long: it has {len(prompt)} tokens, the model takes {longest} (prompt and output): "
                 f"shorten it to at most {longest - 1}",
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
-        given = self.fields.whole("max_new_tokens", default=len(self._params.forced_token_ids) or None, low=1)
+        given = self.whole("max_new_tokens", default=len(self.params.forced_token_ids) or None, low=1)
         if given is None:
             return max(1, min(self._limits.default_max_new_tokens, room))
         if given > room >= 1:
-            self.fields.wrong(
+            self.wrong(
                 "sampling_params.max_new_tokens",
                 f"prompt ({len(prompt)}) + max_new_tokens ({given}) = {len(prompt) + given} tokens, which is longer "
                 f"than the model's context length {longest}: give at most {room}, or shorten the prompt",
@@ -255,30 +201,24 @@ class _Check:
             )
         return max(1, given)
 
-    # ------------------------------------------------------------------------------------ structure, seed, stop strings
-
-    def _structured_outputs(self, sampling: SamplingSpec) -> dict[str, Any]:
-        grammars = self._tokenizer and self._tokenizer.grammars
-        found, wrong = structured_outputs(self._params, sampling, grammars, self._model.eos_token_ids)
-        self.fields.violations.extend(wrong)
-        return found
+    # ------------------------------------------------------------------------------------- seed, stop strings
 
     def _seed(self, known_seed: int | None) -> int:
-        if self._params.HasField("seed"):
-            return self._params.seed
+        if self.params.HasField("seed"):
+            return self.params.seed
         if known_seed is not None:
             return known_seed
         received = itertools.islice(self._request.received, MAX_CHOICES)
-        if any(entry.token_ids for entry in received) and self._params.temperature > 0:
-            self.fields.wrong("sampling_params.seed", "missing: to resume, give the seed that Started announced")
+        if any(entry.token_ids for entry in received) and self.params.temperature > 0:
+            self.wrong("sampling_params.seed", "missing: to resume, give the seed that Started announced")
         return secrets.randbits(64)
 
     def _stop(self) -> tuple[str, ...]:
-        stop = self._params.stop
+        stop = self.params.stop
         if stop and self._tokenizer is None:
-            self.fields.wrong("sampling_params.stop", "this model has no tokenizer: use stop_token_ids")
+            self.wrong("sampling_params.stop", "this model has no tokenizer: use stop_token_ids")
         if len(stop) > MAX_STOP_STRINGS:
-            self.fields.wrong("sampling_params.stop", f"{len(stop)} strings given, at most {MAX_STOP_STRINGS} allowed")
+            self.wrong("sampling_params.stop", f"{len(stop)} strings given, at most {MAX_STOP_STRINGS} allowed")
             return ()
         wrong = []
         for position, string in enumerate(stop):
@@ -287,15 +227,10 @@ class _Check:
                 wrong.append((field, "empty: remove it or give at least one character"))
             elif size > MAX_STOP_BYTES:
                 wrong.append((field, f"{size} bytes given, at most {MAX_STOP_BYTES} allowed"))
-        self.fields.wrong_entries("sampling_params.stop", wrong, "wrong strings")
+        self.wrong_entries("sampling_params.stop", wrong, "wrong strings")
         return tuple(dict.fromkeys(stop))
 
-    # ------------------------------------------------------------------------------------------------ sources, resume
-
-    def _sources(self) -> frozenset[GrowthSource]:
-        sources, wrong = asked_sources(self._request.speculation)
-        self.fields.violations.extend(wrong)
-        return sources
+    # ------------------------------------------------------------------------------------------------- resume
 
     def _received(self, max_new_tokens: int) -> dict[int, tuple[int, ...]]:
         entries = self._request.received
@@ -305,32 +240,28 @@ class _Check:
 
     def _check_received(self, generation: GenerationRequest) -> None:
         if len(self._request.received) > MAX_CHOICES:
-            self.fields.wrong("received", f"{len(self._request.received)} entries given, at most {MAX_CHOICES} allowed")
+            self.wrong("received", f"{len(self._request.received)} entries given, at most {MAX_CHOICES} allowed")
             return
         seen: set[int] = set()
         for position, entry in enumerate(self._request.received):
             field = f"received[{position}]"
             if entry.index >= generation.n:
-                self.fields.wrong(
-                    f"{field}.index", f"{entry.index} given, the request has {generation.n} choices, from 0"
-                )
+                self.wrong(f"{field}.index", f"{entry.index} given, the request has {generation.n} choices, from 0")
             if entry.index in seen:
-                self.fields.wrong(f"{field}.index", f"{entry.index} given twice: one entry a choice")
+                self.wrong(f"{field}.index", f"{entry.index} given twice: one entry a choice")
             seen.add(entry.index)
-            before = len(self.fields.violations)
+            before = len(self.violations)
             if len(entry.token_ids) > generation.sampling.max_new_tokens:
-                self.fields.wrong(
+                self.wrong(
                     f"{field}.token_ids",
                     f"{len(entry.token_ids)} tokens given, max_new_tokens is {generation.sampling.max_new_tokens}: "
                     "resume with the parameters of the first request",
                 )
                 continue
-            self.fields.check_token_ids(f"{field}.token_ids", entry.token_ids)
+            self.check_token_ids(f"{field}.token_ids", entry.token_ids)
             # Text can be compared only when all it depends on is right.
-            if len(self.fields.violations) == before == 0 and (
-                fault := _received_fault(entry, self._tokenizer, generation)
-            ):
-                self.fields.wrong(f"{field}.{fault[0]}", fault[1])
+            if len(self.violations) == before == 0 and (fault := _received_fault(entry, self._tokenizer, generation)):
+                self.wrong(f"{field}.{fault[0]}", fault[1])
 
 
 def _received_fault(

@@ -33,12 +33,7 @@ class Gain:
     Attributes:
         prompts: answered by both modes.
         failed: not answered by one of them.
-        off_tokens_per_s: of a request without speculation.
-        on_tokens_per_s: of a request with speculation.
-        speedup: on over off.
         interval: of the speedup; None of too few prompts.
-        off_ttft_ms: median time to the first token without speculation.
-        on_ttft_ms: with speculation.
         acceptance_length: tokens that a verification committed.
         equal: prompts whose outputs are the same tokens.
     """

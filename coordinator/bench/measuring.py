@@ -18,19 +18,13 @@ from outrider.coordinator.loadtest.options import LoadtestConfig, Mode, Point
 from outrider.coordinator.loadtest.records import RequestRecord
 from outrider.coordinator.loadtest.senders import Ask
 from outrider.coordinator.loadtest.workloads import FromFile, Prompt, Turn
-from outrider.security.tls import TlsConfig
 
 _WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One request of one prompt.
-
-    Attributes:
-        record: times and counts.
-        token_ids: of the output.
-    """
+    """One request of one prompt."""
 
     record: RequestRecord
     token_ids: tuple[int, ...]
@@ -73,23 +67,14 @@ async def measure(
     """Return every prompt's two answers, at temperature 0; where Ctrl-C ends it, of the prompts that have both.
 
     Args:
-        tokenized: the prompts, one at least.
-        access: how clients get in.
-        endpoint: host:port of the OpenAI door.
         speculation: mode that is compared with off.
-        max_concurrency: requests under way.
-        timeout_s: after which a request has failed.
         on_answer: called after each request, `requests_of` times.
     """
-    tls = None if access.tls_ca is None else TlsConfig(ca=access.tls_ca)
-    sender = _OutputKeeper(HttpSender([endpoint], model=tokenized.model, tls=tls, token=access.token), on_answer)
+    http = HttpSender([endpoint], model=tokenized.model, tls=access.tls, token=access.token)
+    sender = _OutputKeeper(http, on_answer)
     prompts = tokenized.prompts
     config = LoadtestConfig(
-        endpoint=endpoint,
-        protocol="openai",
-        num_prompts=len(prompts),
-        ignore_eos=False,
-        timeout=timeout_s,
+        endpoint=endpoint, protocol="openai", num_prompts=len(prompts), ignore_eos=False, timeout=timeout_s
     )
 
     async def send(mode: Mode, turns: Sequence[Turn]) -> dict[int, Answer]:

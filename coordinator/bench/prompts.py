@@ -25,12 +25,7 @@ class BenchPrompt:
     """One prompt, before the model's tokenizer has seen it: one of `text`, `token_ids` and `messages`.
 
     Attributes:
-        id: its name in the figures.
         category: whose figures it counts towards.
-        max_new_tokens: most tokens of output.
-        text: to continue.
-        token_ids: to continue.
-        messages: of a conversation.
     """
 
     id: str
@@ -43,9 +38,6 @@ class BenchPrompt:
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
     """Return the prompts of a file, in its order.
-
-    Args:
-        path: of the file.
 
     Raises:
         InvalidRequest: a line cannot be used, with its number; two prompts have one id; there is none.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
+from google.protobuf.message import Message
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,7 +27,8 @@ from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 
-def _checked_endpoint(endpoint: str) -> str:
+def checked_endpoint(endpoint: str) -> str:
+    """The same, if it is HOST:PORT."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise typer.BadParameter(f"{endpoint!r} given, HOST:PORT needed")
@@ -44,7 +46,7 @@ def _checked_sources(given: list[str] | None) -> list[str] | None:
 
 
 Endpoint = Annotated[
-    str, typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", callback=_checked_endpoint, help="The service.")
+    str, typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", callback=checked_endpoint, help="The service.")
 ]
 
 
@@ -225,59 +227,37 @@ def statistics(result: GenerationOutput) -> str:
 
 def result_dict(result: GenerationOutput) -> dict[str, Any]:
     """What `--json` prints."""
-    speculation, timings = result.speculation, result.timings
+    timings = result.timings
     return {
         "request_id": result.request_id,
         "seed": result.seed,
         "text": result.text,
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
-        "usage": {
-            "prompt_tokens": result.usage.prompt_tokens,
-            "completion_tokens": result.usage.completion_tokens,
-            "cached_tokens": result.usage.cached_tokens,
-        },
-        "speculation": {
-            "verify_steps": speculation.verify_steps,
-            "drafted_tokens": speculation.drafted_tokens,
-            "accepted_tokens": speculation.accepted_tokens,
-            "acceptance_length": speculation.acceptance_length,
-            "sources": {word: asdict(own) for word, own in speculation.sources.items()},
-        },
+        "usage": asdict(result.usage),
+        "speculation": asdict(result.speculation),
         "timings": {"ttft_ms": timings.ttft_ms, "tpot_ms": timings.tpot_ms, "total_ms": timings.total_ms},
     }
 
 
 def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
     """One line of `--trace`; `Round` in generation.proto says what each entry means."""
+    names = ("index", "step", "length", "result_ns", "step_ns", "forward_ns", "selected", "accepted")
     return {
-        "index": record.index,
-        "step": record.step,
-        "length": record.length,
-        "result_ns": record.result_ns,
-        "step_ns": record.step_ns,
-        "forward_ns": record.forward_ns,
-        "selected": record.selected,
-        "accepted": record.accepted,
+        **_fields(record, *names),
         "emitted_token_ids": list(record.emitted_token_ids),
-        "growth": [
-            {
-                "worker_id": arrival.worker_id,
-                "arrived_ns": arrival.arrived_ns,
-                "as_of": arrival.as_of,
-                "nodes": arrival.nodes,
-            }
-            for arrival in record.growth
-        ],
+        "growth": [_fields(arrival, "worker_id", "arrived_ns", "as_of", "nodes") for arrival in record.growth],
     }
+
+
+def _fields(message: Message, *names: str) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in names}
 
 
 def server_status(endpoint: str, *, json_output: bool, calibration: bool, **options: Any) -> None:
     """What `status` shows of one server, its workers and its totals.
 
     Args:
-        endpoint: of the server.
-        json_output: as one JSON object.
         calibration: how the drafts' acceptance estimates came true instead.
         options: of the client, how to get in there, as `client_options` has it.
     """
@@ -298,16 +278,12 @@ def server_status(endpoint: str, *, json_output: bool, calibration: bool, **opti
 
 def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
     """What `status --json` prints."""
+    names = (
+        "address", "version", "uptime_s", "running_sessions", "waiting_requests", "requests_total",
+        "emitted_tokens_total", "steps_total", "dropped_nodes_total",
+    )  # fmt: skip
     return {
-        "address": info.address,
-        "version": info.version,
-        "uptime_s": info.uptime_s,
-        "running_sessions": info.running_sessions,
-        "waiting_requests": info.waiting_requests,
-        "requests_total": info.requests_total,
-        "emitted_tokens_total": info.emitted_tokens_total,
-        "steps_total": info.steps_total,
-        "dropped_nodes_total": info.dropped_nodes_total,
+        **_fields(info, *names),
         "speculation": {
             "verify_steps": info.speculation.verify_steps,
             "drafted_tokens": info.speculation.spec_draft_tokens,
@@ -321,9 +297,7 @@ def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
 
 
 def _weights_dict(weights: common_pb2.Weights) -> dict[str, Any] | None:
-    if not weights.version:
-        return None
-    return {"version": weights.version, "path": weights.path, "reloads": weights.reloads}
+    return _fields(weights, "version", "path", "reloads") if weights.version else None
 
 
 def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
@@ -338,12 +312,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
         "dtype": introduction.model.dtype,
         "weights": _weights_dict(introduction.model.weights),
         "sources": _source_words(introduction),
-        "sessions": load.sessions,
-        "slots_used": load.slots_used,
-        "slots_cached": load.slots_cached,
-        "slots_total": load.slots_total,
-        "steps": load.steps,
-        "busy": load.busy,
+        **_fields(load, "sessions", "slots_used", "slots_cached", "slots_total", "steps", "busy"),
         "calibration": calibration_dict(load.calibration),
     }
 

@@ -42,7 +42,6 @@ class ReloadOutcome:
         weights: that the service runs with now, unless every target has failed.
         previous: that it ran with before.
         targets: of all targets, what each says.
-        aborted: requests that were ended for it.
         is_same: the targets ran with these weights already; nothing was held.
     """
 
@@ -72,10 +71,7 @@ async def reload_weights(
     Args:
         endpoints: host:port of every coordinator, where workers register.
         path: folder of the checkpoint, as the targets see it.
-        in_flight: what becomes of requests that have begun.
         tls: own proof, of the role coordinator.
-        timeout_s: longest that all of it may take.
-        tell: gets a line for every step.
 
     Raises:
         WorkerRefused: a target cannot run with them, or a coordinator refuses; nothing has changed.

@@ -12,15 +12,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
 from outrider.client import AsyncClient
-from outrider.coordinator.commands.client import DEFAULT_ENDPOINT
+from outrider.coordinator.commands.client import DEFAULT_ENDPOINT, checked_endpoint
 from outrider.coordinator.commands.top_frame import frame_of
 from outrider.coordinator.commands.top_sample import Figures, Look, as_dict, figures
 from outrider.errors import OutriderError
@@ -29,6 +29,8 @@ from outrider.security.commands import TlsCa, TokenPath, client_options
 _NARROWEST = 80
 # A coordinator that is frozen is not waited for longer than that.
 _ANSWER_S = 2.0
+
+Show = Callable[[Sequence[Figures]], None]
 
 
 def top(
@@ -44,35 +46,25 @@ def top(
     token: TokenPath = None,
 ) -> None:
     """Watch coordinators and their workers: load, step times, acceptance, queues. q ends it."""
-    endpoints = [part for each in endpoint or [DEFAULT_ENDPOINT] for part in each.split(",") if part]
-    for each in endpoints:
-        host, _, port = each.rpartition(":")
-        if not host or not port.isdigit():
-            raise typer.BadParameter(f"{each!r} given, HOST:PORT needed")
-    show = _Printed(json_output=json_output) if once or json_output or not sys.stdout.isatty() else _Screen()
-    asyncio.run(watch(endpoints, show, interval_s=interval, once=once, **client_options(tls_ca, token)))
+    given = [part for each in endpoint or [DEFAULT_ENDPOINT] for part in each.split(",") if part]
+    endpoints = list(map(checked_endpoint, given))
+    is_printed = once or json_output or not sys.stdout.isatty()
+    shown = contextlib.nullcontext(_printing(json_output=json_output)) if is_printed else _screen()
+    asyncio.run(watch(endpoints, shown, interval_s=interval, once=once, **client_options(tls_ca, token)))
 
 
-class Show(Protocol):
-    """Where frames go."""
-
-    def frame(self, frame: Sequence[Figures]) -> None:
-        """Shows one."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-async def watch(endpoints: Sequence[str], show: Show, *, interval_s: float, once: bool = False, **options: Any) -> None:
+async def watch(
+    endpoints: Sequence[str],
+    shown: contextlib.AbstractContextManager[Show],
+    *,
+    interval_s: float,
+    once: bool = False,
+    **options: Any,
+) -> None:
     """Looks and shows until q, Ctrl-C or SIGTERM.
 
     Args:
-        endpoints: host:port of each coordinator.
-        show: where frames go.
-        interval_s: between two looks.
         once: end after the first frame, which takes two looks.
-        options: of the clients.
 
     Raises:
         OutriderError: with `once`, where nobody answers.
@@ -80,7 +72,7 @@ async def watch(endpoints: Sequence[str], show: Show, *, interval_s: float, once
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(AsyncClient(endpoint, **options)) for endpoint in endpoints]
         ended = stack.enter_context(_end_of_watching())
-        stack.enter_context(show)
+        show = stack.enter_context(shown)
         answered: dict[str, Look] = {}
         is_first = True
         while not ended.is_set():
@@ -90,7 +82,7 @@ async def watch(endpoints: Sequence[str], show: Show, *, interval_s: float, once
             if once and not answered:
                 raise OutriderError(f"nobody answers: {looks[0].problem}")
             if not (once and is_first):
-                show.frame(frame)
+                show(frame)
                 if once:
                     return
             is_first = False
@@ -139,46 +131,27 @@ def _end_of_watching() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-class _Screen:
+@contextlib.contextmanager
+def _screen() -> Iterator[Show]:
     """The whole terminal, drawn anew at every frame."""
-
-    def __init__(self) -> None:
-        self._live = Live(screen=True, auto_refresh=False)
-
-    def frame(self, frame: Sequence[Figures]) -> None:
-        """Shows one."""
-        self._live.update(frame_of(frame, note=_note(frame) or "q ends it"), refresh=True)
-
-    def __enter__(self) -> "_Screen":
-        self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.stop()
+    with Live(screen=True, auto_refresh=False) as live:
+        yield lambda frame: live.update(frame_of(frame, note=_note(frame) or "q ends it"), refresh=True)
 
 
-class _Printed:
+def _printing(*, json_output: bool) -> Show:
     """Frames one after the other, for pipes."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _NARROWEST)
 
-    def __init__(self, *, json_output: bool) -> None:
-        self._json_output = json_output
-        self._console = Console(highlight=False)
-        if not self._console.is_terminal:
-            self._console.width = max(self._console.width, _NARROWEST)
-
-    def frame(self, frame: Sequence[Figures]) -> None:
-        """Prints one."""
-        if self._json_output:
+    def show(frame: Sequence[Figures]) -> None:
+        if json_output:
             typer.echo(json.dumps(as_dict(frame)))
         else:
-            self._console.print(frame_of(frame, note=_note(frame)))
+            console.print(frame_of(frame, note=_note(frame)))
         sys.stdout.flush()
 
-    def __enter__(self) -> "_Printed":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    return show
 
 
 def _note(frame: Sequence[Figures]) -> str:

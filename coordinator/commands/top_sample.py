@@ -13,8 +13,6 @@ class Look:
 
     Attributes:
         at_s: when, by a clock that only goes forward.
-        info: what it said; None where it did not answer.
-        problem: why not.
     """
 
     endpoint: str
@@ -76,12 +74,7 @@ class Figures:
 
 
 def figures(before: Look | None, now: Look) -> Figures:
-    """What one coordinator does.
-
-    Args:
-        before: the last look that was answered, if there was one.
-        now: the newest.
-    """
+    """What one coordinator does."""
     info = now.info
     if info is None:
         return Figures(endpoint=now.endpoint, problem=now.problem or "no answer")

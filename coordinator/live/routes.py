@@ -28,8 +28,7 @@ from starlette.routing import BaseRoute, Route
 from outrider.coordinator.api.access import Caller
 from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.http.fields import Fields, read_json_object
-from outrider.coordinator.live.recording import pieces, record
-from outrider.coordinator.live.tap import watch
+from outrider.coordinator.live.tap import pieces, record, watch
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
 from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.coordinator.sessions.session import Session
@@ -60,8 +59,6 @@ def live_routes(
     """The page's routes, for the HTTP door; `OPEN_PATHS` need no token.
 
     Args:
-        generations: the way to the scheduler, for demo sessions.
-        sessions: those that run or wait now.
         hosts: names under which the page may be asked for, besides addresses and localhost.
     """
     page = LivePage(generations, sessions, hosts=hosts)
@@ -90,7 +87,8 @@ class LivePage:
         """The caller's sessions, the newest first."""
         caller = self._caller(request)
         found = [_session_dict(session) for session in self._own(caller)]
-        return _json({"sessions": found[::-1], "prompts": len(self._prompts)})
+        content = json.dumps({"sessions": found[::-1], "prompts": len(self._prompts)})
+        return Response(content, media_type="application/json", headers={**_HEADERS, "cache-control": "no-store"})
 
     async def watch_session(self, request: Request) -> Response:
         """One session's lines until it ends or the reader goes."""
@@ -155,12 +153,7 @@ class LivePage:
 
 
 class _Places:
-    """So many at a time.
-
-    Args:
-        most: of them.
-        what: they do, for who finds no place.
-    """
+    """So many at a time."""
 
     def __init__(self, most: int, what: str) -> None:
         self._most, self._what = most, what
@@ -245,10 +238,6 @@ class _EventStream(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with self._held, contextlib.aclosing(self._lines):
             await super().__call__(scope, receive, send)
-
-
-def _json(value: Any) -> Response:
-    return Response(json.dumps(value), media_type="application/json", headers={**_HEADERS, "cache-control": "no-store"})
 
 
 def _static_names() -> list[str]:

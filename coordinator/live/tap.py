@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outrider.coordinator.api.access import Caller
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
 from outrider.coordinator.sessions import clock
-from outrider.coordinator.sessions.messages import GrowthBatch, Outcome, RoundResults
+from outrider.coordinator.sessions.messages import GenerationRequest, GrowthBatch, Outcome, RoundResults
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.drafting.growth_source import GrowthSource
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "outrider-tree", 2
 # Of the prompt and of the text so far, what a header and a snapshot hold.
 _MOST_TEXT = 20_000
+# A door that sends lines along with its events is behind by one round at most.
+_MOST_RECORDED = 65_536
 
 
 @dataclass(slots=True)
@@ -165,8 +170,8 @@ class SessionTap:
         event = {
             "e": "verdict",
             "t": self._us(self._session.committed_ns),
-            "step": results.step_ns // 1000,
-            "forward": results.forward_ns // 1000,
+            "step": results.report.step_ns // 1000,
+            "forward": results.report.forward_ns // 1000,
             "selected": outcome.selected,
             "accepted": accepted,
             "emitted": [[node_id, *self._token(token)] for node_id, token in zip(path, token_ids, strict=True)],
@@ -243,5 +248,19 @@ def watch(session: "Session", piece: Callable[[int], bytes], *, max_lines: int =
     """Begins to watch a session; `close` the watcher in the end."""
     tap = session.tap
     if tap is None:
-        tap = session.tap = SessionTap(session, piece)
+        # To pyright, which follows the link of the package, this file's class and that of its name are two.
+        tap = session.tap = SessionTap(session, piece)  # pyright: ignore[reportAttributeAccessIssue]
     return tap.watch(max_lines=max_lines)
+
+
+def pieces(tokenizer: TextTokenizer | None) -> Callable[[int], bytes]:
+    """What tokens stand for, by a tokenizer; without one, nothing."""
+    return tokenizer.piece if tokenizer is not None else lambda token: b""
+
+
+def record(generations: Generations, checked: GenerationRequest, caller: Caller) -> Watcher | None:
+    """Watches a request's first choice from its beginning, just after its start; None where it has ended at once."""
+    session = generations.live[caller.name, checked.request_id].sessions[0]
+    if session.is_finished:
+        return None
+    return watch(session, pieces(generations.tokenizer), max_lines=_MOST_RECORDED)

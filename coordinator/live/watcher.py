@@ -21,7 +21,6 @@ class Watcher:
     Args:
         snapshot: the whole tree as it is now, as a line: from there a reader that has missed something goes on.
         release: called once when the reader goes.
-        max_lines: that may wait to be read.
     """
 
     def __init__(

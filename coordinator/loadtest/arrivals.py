@@ -32,14 +32,10 @@ class Arrivals:
 
     Attributes:
         rate: arrivals a second; math.inf is all at once.
-        shape: of what passes between two.
         burstiness: of shape gamma.
         ramp: how the rate grows from ramp_start to ramp_end; `rate` is then without effect.
-        ramp_start: arrivals a second at the beginning.
-        ramp_end: at the end.
         count: arrivals; None is no bound.
         duration_s: no arrival comes later; None is no bound.
-        seed: of the times.
 
     Raises:
         ValueError: a value out of range, with the value.

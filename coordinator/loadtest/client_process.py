@@ -38,6 +38,11 @@ class Access:
     tls_ca: Path | None = None
     token: str | None = None
 
+    @property
+    def tls(self) -> TlsConfig | None:
+        """Whom to believe; None talks in the clear."""
+        return None if self.tls_ca is None else TlsConfig(ca=self.tls_ca)
+
 
 async def drive(jobs: Sequence[Job], access: Access, *, warmups: int, watch: Watch) -> list[Driven]:
     """Does all jobs at the same time; the first one warms up before.
@@ -85,15 +90,16 @@ async def _drive(
 async def _sender(job: Job, access: Access) -> Sender:
     config = job.config
     endpoints = [address_of(endpoint) for endpoint in config.endpoint.split(",")]
-    tls = None if access.tls_ca is None else TlsConfig(ca=access.tls_ca)
     if config.protocol == "openai":
-        sender = HttpSender(endpoints, model=config.model, tls=tls, token=access.token)
+        sender = HttpSender(endpoints, model=config.model, tls=access.tls, token=access.token)
         try:
             await sender.prepare()
         except (HttpError, OSError, TimeoutError) as error:
             raise LoadtestFailed(f"{endpoints[0]} answers no OpenAI request: {error}") from error
         return sender
-    return GrpcSender(endpoints, connections=config.connections or _connections(job), tls=tls, token=access.token)
+    return GrpcSender(
+        endpoints, connections=config.connections or _connections(job), tls=access.tls, token=access.token
+    )
 
 
 def address_of(endpoint: str) -> str:

@@ -60,7 +60,7 @@ def loadtest_command(open_local: OpenLocal) -> Callable[..., None]:
         config = _with_slos(config, more_slos or [])
         access = Access(tls_ca=tls_ca, token=client_options(None, token)["token"])
         with local_door(config, open_local) if config.local else contextlib.nullcontext(config.endpoint) as door:
-            runs = run(config.at(door), access, console=console)
+            runs = run(replace(config, endpoint=door), access, console=console)
         show(runs, console)
         for path in write(config, runs):
             console.print(f"wrote {path}")

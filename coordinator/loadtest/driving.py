@@ -32,9 +32,6 @@ class Job:
     """What one process does of a run.
 
     Attributes:
-        config: of the load test.
-        point: of the run.
-        workload: conversations by number.
         process: its number, from 0; conversation i is process (i mod processes)'s.
         processes: how many there are.
         traced: conversations whose requests are traced, by number.
@@ -79,13 +76,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Driven:
-    """Result of a job.
-
-    Attributes:
-        records: of requests that have ended.
-        load: of the process that sent them.
-        is_interrupted: whether it was ended before all was done (Ctrl-C).
-    """
+    """Result of a job."""
 
     records: list[RequestRecord] = field(default_factory=list)
     load: ClientLoad = field(default_factory=ClientLoad)
@@ -96,8 +87,6 @@ class Driver:
     """Runs one job.
 
     Args:
-        job: what is to be done.
-        sender: sends it.
         begin_s: of `time.monotonic`, the beginning of the run; all processes of a machine share that clock.
         counters: `COUNTERS` numbers of this process for who watches, written as it goes on.
     """

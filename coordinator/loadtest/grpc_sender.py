@@ -30,12 +30,6 @@ _OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
 class GrpcSender:
     """Connections to all endpoints; requests take them in turn.
 
-    Args:
-        endpoints: host:port each.
-        connections: to each.
-        tls: whom to believe; None talks in the clear.
-        token: who this client is, where the service asks for it.
-
     Raises:
         InvalidRequest: a token without TLS, to another machine.
         CertificateError: a file of `tls` cannot be read.
@@ -140,6 +134,4 @@ def _finish(record: RequestRecord, finished: generation_pb2.Finished, rounds: Se
     record.accepted_tokens = speculation.spec_accepted_tokens
     accepted = [each.accepted for each in rounds]
     record.accepted_per_position, record.position_steps = positions(accepted), len(rounds)
-    record.rounds = round_times(
-        [(each.result_ns, each.step_ns, each.forward_ns, each.selected, each.accepted) for each in rounds]
-    )
+    record.rounds = round_times(rounds)

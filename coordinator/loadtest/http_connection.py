@@ -17,13 +17,7 @@ class HttpError(Exception):
 
 
 class HttpConnection:
-    """To one server; one request at a time.
-
-    Args:
-        host: of the server.
-        port: of the server.
-        tls: None talks in the clear.
-    """
+    """To one server; one request at a time."""
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port, self._tls = host, port, tls
@@ -99,11 +93,6 @@ class HttpConnection:
 
 
 def server_sent_events(data: bytes, rest: bytes) -> tuple[list[bytes], bytes]:
-    """The data of the events that are whole by now, and what of `data` begins the next.
-
-    Args:
-        data: that has come.
-        rest: what the call before has left.
-    """
+    """The data of the events that are whole by now, and what of `data` begins the next."""
     *lines, rest = (rest + data).split(b"\n")
     return [line[5:].strip() for line in lines if line.startswith(b"data:")], rest

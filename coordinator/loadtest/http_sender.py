@@ -25,10 +25,7 @@ class HttpSender:
     """Connections to all endpoints, as many as there are requests under way; requests take the endpoints in turn.
 
     Args:
-        endpoints: host:port each.
         model: that requests name; None asks the server.
-        tls: whom to believe; None talks in the clear.
-        token: who this client is, where the service asks for it.
     """
 
     def __init__(
@@ -52,8 +49,28 @@ class HttpSender:
             OSError: it is not there.
         """
         if self._model is None:
-            async with asyncio.timeout(_MODELS_TIMEOUT_S):
-                self._model = await self._first_model(next(iter(self._idle)))
+            try:
+                async with asyncio.timeout(_MODELS_TIMEOUT_S):
+                    self._model = (await self.ask("GET", _MODELS_PATH))["data"][0]["id"]
+            except (ValueError, LookupError, TypeError) as error:
+                raise HttpError(f"{_MODELS_PATH} names no model; give --model") from error
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """A request to the first endpoint that is none of the load, and the JSON that answers it.
+
+        Raises:
+            HttpError: it is refused.
+            OSError: nobody is there.
+            ValueError: the answer is no JSON.
+        """
+        endpoint = next(iter(self._idle))
+        connection = await self._connection(endpoint)
+        content = b"" if body is None else json.dumps(body).encode()
+        try:
+            parts = [part async for part in connection.request(method, path, headers=self._headers, body=content)]
+        finally:
+            self._give_back(endpoint, connection)
+        return json.loads(b"".join(parts))
 
     async def send(self, ask: Ask, record: RequestRecord, *, begin_s: float) -> Prompt:
         """One request, to its end; see `Sender`."""
@@ -97,17 +114,6 @@ class HttpSender:
             self._idle[endpoint].append(connection)
         elif connection is not None:
             connection.close()
-
-    async def _first_model(self, endpoint: str) -> str:
-        connection = await self._connection(endpoint)
-        try:
-            parts = [part async for part in connection.request("GET", _MODELS_PATH, headers=self._headers)]
-        finally:
-            self._give_back(endpoint, connection)
-        try:
-            return json.loads(b"".join(parts))["data"][0]["id"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise HttpError(f"{_MODELS_PATH} names no model; give --model") from error
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         return {

@@ -59,9 +59,7 @@ def client_figures(loads: Sequence[ClientLoad], start_lags_s: Sequence[float], m
     """What the client was like, and whether it was in the way.
 
     Args:
-        loads: one entry a process.
         start_lags_s: of each request, by how much the client was late with it of itself.
-        median_ttft_ms: that it measured.
     """
     lags_ms = np.asarray([lag for load in loads for lag in load.loop_lag_s] or [0.0]) * 1e3
     starts_ms = np.asarray(list(start_lags_s) or [0.0]) * 1e3

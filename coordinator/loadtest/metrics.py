@@ -48,7 +48,6 @@ def summarise(records: Sequence[RequestRecord], *, slos: Mapping[str, float], du
     """All figures of a run.
 
     Args:
-        records: one entry a request, warm-up left out.
         slos: as `parse_slos` gives them; empty: no goodput.
         duration_s: from the beginning to the last end.
     """

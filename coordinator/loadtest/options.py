@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -22,9 +22,6 @@ class Point:
     """One run of a load test.
 
     Attributes:
-        request_rate: arrivals a second, without effect where there is a schedule.
-        max_concurrency: most requests under way.
-        speculation: how drafts are used.
         schedule: what arrivals follow instead of a rate: a trace's times or a ramp.
     """
 
@@ -203,10 +200,6 @@ class LoadtestConfig:
             duration_s=self.duration,
             seed=self.seed,
         )
-
-    def at(self, endpoint: str) -> "LoadtestConfig":
-        """The same against another service."""
-        return replace(self, endpoint=endpoint)
 
 
 def _listed(name: str, text: str, kind: type) -> list:

@@ -14,11 +14,7 @@ _INTERVAL_S = 0.2
 
 
 class ProgressView:
-    """One bar a run; use with `with`.
-
-    Args:
-        console: that it is drawn on; nothing moves where it is no terminal.
-    """
+    """One bar a run; use with `with`."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(

@@ -12,8 +12,11 @@ sending on are kept beside it. A chunk holds one token or several: what a verifi
 the time between two chunks, as in vLLM's `bench serve`, so it is not divided by a chunk's tokens; TPOT is, over all.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+from outrider.v1 import generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +27,11 @@ class RoundTime:
         forward_ns: the target's device.
         host_ns: the rest of the target's step.
         between_ns: from the result before to the round's begin, and from its end to the coordinator.
-        nodes: that were verified.
-        accepted: of them.
-        result_ns: when the coordinator had the result, by its clock.
     """
 
     forward_ns: int
     host_ns: int
     between_ns: int
-    nodes: int
-    accepted: int
-    result_ns: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,23 +40,15 @@ class RequestRecord:
 
     Attributes:
         index: of the arrival.
-        turn: of its conversation, from 0.
-        endpoint: that was asked.
         intended_s: when it was to be sent.
         started_s: when the client got to it; later than intended where the client itself is late.
-        sent_s: when it was sent; later than that where the concurrency is capped.
         chunk_s: when tokens came.
         chunk_tokens: how many; [] where the protocol does not say.
         over_s: when the client was done with it, whether it came to its end or failed; 0 where nobody notes it.
         prompt_tokens: as the server counts them.
-        output_tokens: of all chunks.
         verify_steps: verifications; 0 where the protocol does not say.
-        drafted_tokens: nodes that were verified.
-        accepted_tokens: of them.
         accepted_per_position: verifications that accepted at least 1, 2, ... nodes; [] where nobody says.
         position_steps: of so many.
-        rounds: of a traced request.
-        error: why it failed; empty where it has not.
     """
 
     index: int
@@ -137,23 +126,16 @@ class RequestRecord:
         return self.started_s - self.intended_s
 
 
-def round_times(rounds: list[tuple[int, int, int, int, int]]) -> list[RoundTime]:
-    """From the rounds of one choice, in order.
-
-    Args:
-        rounds: (result_ns, step_ns, forward_ns, nodes, accepted) each.
-    """
+def round_times(rounds: Sequence[generation_pb2.Round]) -> list[RoundTime]:
+    """From the rounds of one choice, in order."""
     # A request's first round is its prefill: it follows no result.
     return [
         RoundTime(
-            forward_ns=forward,
-            host_ns=max(0, step - forward),
-            between_ns=max(0, result - before - step),
-            nodes=nodes,
-            accepted=accepted,
-            result_ns=result,
+            forward_ns=own.forward_ns,
+            host_ns=max(0, own.step_ns - own.forward_ns),
+            between_ns=max(0, own.result_ns - before.result_ns - own.step_ns),
         )
-        for (before, *_), (result, step, forward, nodes, accepted) in pairwise(rounds)
+        for before, own in pairwise(rounds)
     ]
 
 

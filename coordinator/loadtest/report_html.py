@@ -31,13 +31,7 @@ _CAPTIONS = {
 
 
 def write(path: Path, runs: Sequence[Run], *, command: str) -> None:
-    """Writes the report.
-
-    Args:
-        path: of the file.
-        runs: of the load test.
-        command: that made it.
-    """
+    """Writes the report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(runs, command=command), encoding="utf-8")
 

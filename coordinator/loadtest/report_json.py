@@ -12,12 +12,7 @@ from outrider.errors import FieldViolation, InvalidRequest
 
 
 def document(runs: Sequence[Run], *, is_detailed: bool) -> dict[str, Any]:
-    """What is written.
-
-    Args:
-        runs: of the load test.
-        is_detailed: with every request's figures.
-    """
+    """What is written."""
     objects = [run.figures | (details(run.records) if is_detailed else {}) for run in runs]
     return _plain(objects[0] if len(objects) == 1 else {"runs": objects})
 

@@ -16,7 +16,6 @@ from outrider.coordinator.loadtest.records import RequestRecord
 from outrider.coordinator.loadtest.workload_files import read_jsonl, read_sharegpt, read_trace
 from outrider.coordinator.loadtest.workloads import FromFile, PythonPrompts, RandomLengths, Workload
 from outrider.models import embedded_target_path
-from outrider.security.tls import TlsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,6 @@ async def run_all(
     """All runs of a load test.
 
     Args:
-        config: of it.
-        access: how clients get in.
         begin: called before each run with its point and its number of requests (None where nobody knows it); gives
             what shows its progress.
         on_run: called after each run with all that there are by then: a later one may fail.
@@ -175,6 +172,5 @@ async def _vocab_size(config: LoadtestConfig, access: Access) -> int:
         from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
         return TextTokenizer.load(config.tokenizer or embedded_target_path()).vocab_size
-    tls = None if access.tls_ca is None else TlsConfig(ca=access.tls_ca)
-    async with AsyncClient(config.endpoint, tls=tls, token=access.token) as client:
+    async with AsyncClient(config.endpoint, tls=access.tls, token=access.token) as client:
         return (await client.model_info()).model.vocab_size

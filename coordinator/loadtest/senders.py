@@ -14,14 +14,7 @@ class Ask:
 
     Attributes:
         prompt: whole.
-        max_new_tokens: most tokens of output.
-        seed: of the sampling.
-        temperature: 0 is greedy.
-        ignore_eos: go on after end-of-sequence.
-        speculation: how drafts are used.
-        is_traced: have its verifications reported.
         keeps_output: whether the answer is needed as the beginning of a further turn.
-        timeout_s: after which it has failed.
         sources: what may draft; none are all.
     """
 

@@ -85,7 +85,6 @@ def latency_rows(figures: Figures, *, from_send: bool) -> list[tuple[str, ...]]:
     """(title, a value for each of `STATISTICS`) of every latency.
 
     Args:
-        figures: of a run.
         from_send: also what leaves out the wait at the client.
     """
     rows = _LATENCIES + (_FROM_SEND if from_send else ())

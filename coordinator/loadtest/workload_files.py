@@ -57,12 +57,6 @@ def read_trace(path: Path, *, max_new_tokens: int, vocab_size: int, speed: float
 def read_sharegpt(path: Path, *, count_tokens: Callable[[str], int], output_len: int | None, seed: int) -> FromFile:
     """First messages, with as many tokens asked for as their answers have.
 
-    Args:
-        path: of the file.
-        count_tokens: of a text.
-        output_len: asked for instead.
-        seed: of the order.
-
     Raises:
         InvalidRequest: the file is not of this form, or none of its conversations can be used.
     """

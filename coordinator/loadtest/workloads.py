@@ -84,12 +84,9 @@ class RandomLengths:
 
     Attributes:
         input_len: mean tokens of a prompt, beside the prefix.
-        output_len: mean tokens of output.
         range_ratio: r in [0, 1): lengths lie in [(1 - r) mean, (1 + r) mean].
-        vocab_size: ids are below it.
         prefix_len: tokens at the beginning that several conversations share.
         prefixes: how many such beginnings there are; conversations take them in turn.
-        seed: of all of it.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -139,10 +136,8 @@ class FromFile:
     """Conversations of a file; from its end it begins anew.
 
     Attributes:
-        entries: as the file has them.
         arrivals_s: a trace's times, one an entry; None where the file says nothing of time.
         shuffled: in an order that the seed says; a trace stays as it is.
-        seed: see there.
     """
 
     entries: Sequence[tuple[Turn, ...]]

@@ -1,6 +1,6 @@
 """The coordinator's metrics: what it has counted, put into Prometheus' families when they are read.
 
-`counts.py` counts; docs/metrics.md has the table of all names. Where vLLM has the same thing, so is it called.
+`totals.py` counts; docs/metrics.md has the table of all names. Where vLLM has the same thing, so is it called.
 """
 
 import time
@@ -15,14 +15,12 @@ from starlette.routing import Route
 
 from outrider import __version__
 from outrider.coordinator.api.access import Access
-from outrider.coordinator.metrics.counts import ServingCounts
-from outrider.coordinator.sessions.messages import SourceCounts
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.registered_worker import RegisteredWorker
 from outrider.drafting.growth_source import GrowthSource
 from outrider.metrics.families import Families, registry_of
-from outrider.v1 import registry_pb2
+from outrider.v1 import generation_pb2, registry_pb2
 
 _NS = 1e9
 STATES = ("connecting", "serving", "draining", "quarantined", "lost")
@@ -30,15 +28,7 @@ _ROLES = {registry_pb2.WORKER_ROLE_DRAFT: "draft", registry_pb2.WORKER_ROLE_TARG
 
 
 class CoordinatorMetrics:
-    """Reads one coordinator.
-
-    Args:
-        scheduler: that has counted.
-        workers: that are registered, by id.
-        access: who was turned away.
-        model_name: that is served.
-        max_depth: of trees: so many positions are shown.
-    """
+    """Reads one coordinator."""
 
     def __init__(
         self,
@@ -70,12 +60,12 @@ class CoordinatorMetrics:
         )
         families.gauge("uptime_seconds", "Since the start.", (time.monotonic_ns() - self._started_ns) / _NS)
         self._describe_load(families)
-        refused = totals.serving.refused | {"unauthenticated": self._access.unauthenticated}
+        refused = totals.refused | {"unauthenticated": self._access.unauthenticated}
         _describe_requests(families, totals, refused)
         _describe_speculation(families, totals, positions=self._max_depth)
         _describe_sources(families, self._scheduler.totals.sources.counts())
         _describe_rounds(families, totals)
-        self._describe_workers(families, totals.serving)
+        self._describe_workers(families, totals)
 
     def _describe_load(self, families: Families) -> None:
         scheduler = self._scheduler
@@ -86,7 +76,7 @@ class CoordinatorMetrics:
         undrafted = scheduler.drafts.speculating()[1]
         families.gauge("undrafted_sessions", "Sessions that would speculate, and that nobody grows.", undrafted)
 
-    def _describe_workers(self, families: Families, counts: ServingCounts) -> None:
+    def _describe_workers(self, families: Families, counts: Totals) -> None:
         workers = list(self._workers.values())
         states = Counter((_role(worker), worker.state) for worker in workers)
         for role in _ROLES.values():
@@ -110,12 +100,7 @@ class CoordinatorMetrics:
 
 
 def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:
-    """To how many trees the token at each depth below the root was accepted.
-
-    Args:
-        depths: tokens accepted of a tree, to how many trees had so many.
-        positions: depths that are told; what is deeper counts at all of them.
-    """
+    """To how many trees the token at each depth below the root was accepted."""
     return [sum(count for depth, count in depths.items() if depth > position) for position in range(positions)]
 
 
@@ -124,32 +109,31 @@ def _role(worker: RegisteredWorker) -> str:
 
 
 def _describe_requests(families: Families, totals: Totals, refused: Mapping[str, int]) -> None:
-    counts = totals.serving
     families.counter("requests", "Requests that were accepted.", totals.requests)
     families.by_label("counter", "requests_refused", "Requests that never began.", "reason", refused)
-    families.by_label("counter", "request_success", "Choices that have ended.", "finished_reason", counts.finished)
-    families.counter("prompt_tokens", "Prompt tokens of requests that have ended.", counts.prompt_tokens)
+    families.by_label("counter", "request_success", "Choices that have ended.", "finished_reason", totals.finished)
+    families.counter("prompt_tokens", "Prompt tokens of requests that have ended.", totals.prompt_tokens)
     families.counter("generation_tokens", "Tokens that were generated.", totals.emitted_tokens)
-    families.counter("prefix_cache_queries", "Prompt tokens that were looked up at targets.", counts.prompt_tokens)
-    families.counter("prefix_cache_hits", "Of these, those that the target had.", counts.cached_tokens)
+    families.counter("prefix_cache_queries", "Prompt tokens that were looked up at targets.", totals.prompt_tokens)
+    families.counter("prefix_cache_hits", "Of these, those that the target had.", totals.cached_tokens)
     for name, text, values in (
-        ("time_to_first_token_seconds", "From a request's arrival to its first token.", counts.first_token),
+        ("time_to_first_token_seconds", "From a request's arrival to its first token.", totals.first_token),
         ("inter_token_latency_seconds", "Between two deliveries of a choice, of one token or several.",
-         counts.between_tokens),
+         totals.between_tokens),
         ("request_time_per_output_token_seconds", "A request's time after its first token, by its further tokens.",
-         counts.per_token),
-        ("e2e_request_latency_seconds", "From a request's arrival to its last token.", counts.whole),
-        ("request_queue_time_seconds", "From a request's arrival to its place at a target.", counts.queue),
-        ("request_prefill_time_seconds", "From its place at a target to its first token.", counts.prefill),
-        ("request_decode_time_seconds", "From its first token to its last.", counts.decode),
+         totals.per_token),
+        ("e2e_request_latency_seconds", "From a request's arrival to its last token.", totals.whole),
+        ("request_queue_time_seconds", "From a request's arrival to its place at a target.", totals.queue),
+        ("request_prefill_time_seconds", "From its place at a target to its first token.", totals.prefill),
+        ("request_decode_time_seconds", "From its first token to its last.", totals.decode),
     ):  # fmt: skip
         families.histogram(name, text, values)
 
 
 def _describe_speculation(families: Families, totals: Totals, *, positions: int) -> None:
-    counts, demand = totals.serving, totals.demand
+    demand = totals.demand
     families.counter(
-        "spec_decode_num_drafts", "Trees that were verified: rounds with a node.", sum(counts.accepted_depths.values())
+        "spec_decode_num_drafts", "Trees that were verified: rounds with a node.", sum(totals.accepted_depths.values())
     )
     families.counter("spec_decode_num_draft_tokens", "Tree nodes that were verified.", totals.drafted_tokens)
     families.counter("spec_decode_num_accepted_tokens", "Of these, accepted.", totals.accepted_tokens)
@@ -158,16 +142,16 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
         "spec_decode_num_accepted_tokens_per_pos",
         "Trees of which the token at this depth was accepted, from 0.",
         "position",
-        {str(place): count for place, count in enumerate(accepted_per_position(counts.accepted_depths, positions))},
+        {str(place): count for place, count in enumerate(accepted_per_position(totals.accepted_depths, positions))},
     )
     families.by_label(
         "counter",
         "spec_decode_rounds_without_draft",
         "Fallbacks: rounds of choices that speculate, without a node.",
         "reason",
-        {"no_worker": counts.bare_undrafted, "no_nodes": counts.bare_drafted},
+        {"no_worker": totals.bare_undrafted, "no_nodes": totals.bare_drafted},
     )
-    families.counter("draft_nodes_received", "Tree nodes that drafts have sent.", counts.grown_nodes)
+    families.counter("draft_nodes_received", "Tree nodes that drafts have sent.", totals.grown_nodes)
     families.counter("draft_nodes_dropped", "Of these, too late or of no use.", totals.dropped_nodes)
     families.by_label(
         "counter",
@@ -184,37 +168,34 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
     families.counter("draft_step_seconds", "Time that these steps took the drafts.", demand.draft_ns / _NS)
 
 
-def _describe_sources(families: Families, counts: Iterable[SourceCounts]) -> None:
-    known = {own.source: own for own in counts}
-    for name, text, place in (
-        ("source_drafted_tokens", "Tree nodes by the source that grew them; of several sources: of each.", 1),
-        ("source_submitted_tokens", "Of these, verified.", 2),
-        ("source_accepted_tokens", "Of these, accepted.", 3),
+def _describe_sources(families: Families, counts: Iterable[generation_pb2.SourceStats]) -> None:
+    known: dict[int, generation_pb2.SourceStats] = {own.source: own for own in counts}
+    none = generation_pb2.SourceStats()
+    for name, text in (
+        ("drafted_tokens", "Tree nodes by the source that grew them; of several sources: of each."),
+        ("submitted_tokens", "Of these, verified."),
+        ("accepted_tokens", "Of these, accepted."),
     ):
-        values = {source.word: known[source][place] if source in known else 0 for source in GrowthSource}
-        families.by_label("counter", name, text, "source", values)
+        values = {source.word: getattr(known.get(source, none), name) for source in GrowthSource}
+        families.by_label("counter", f"source_{name}", text, "source", values)
 
 
 def _describe_rounds(families: Families, totals: Totals) -> None:
-    counts, demand = totals.serving, totals.demand
+    demand = totals.demand
     families.counter("verify_steps", "Steps of targets.", totals.steps)
     families.counter("verify_rounds", "Rounds: a choice in a step.", totals.verify_steps)
     families.counter("target_seconds", "Time of all targets' rounds.", demand.target_ns / _NS)
     families.counter(
         "target_plain_seconds", "What they would have taken without speculation, as it seems.", demand.plain_ns / _NS
     )
-    families.histogram("target_round_seconds", "Rounds of targets.", counts.step)
-    families.histogram("target_forward_seconds", "Of a step, the model's forward alone.", counts.forward)
-    families.counter("failovers", "Choices whose target was lost, and that go on at another.", counts.failovers)
-    families.counter("sessions_reopened", "Choices that a target lost, and that were opened anew.", counts.reopened)
+    families.histogram("target_round_seconds", "Rounds of targets.", totals.step)
+    families.histogram("target_forward_seconds", "Of a step, the model's forward alone.", totals.forward)
+    families.counter("failovers", "Choices whose target was lost, and that go on at another.", totals.failovers)
+    families.counter("sessions_reopened", "Choices that a target lost, and that were opened anew.", totals.reopened)
 
 
 def metrics_routes(registry: CollectorRegistry) -> list[Route]:
-    """The route that Prometheus reads.
-
-    Args:
-        registry: is read on the event loop.
-    """
+    """The route that Prometheus reads."""
 
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

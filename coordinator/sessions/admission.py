@@ -53,7 +53,6 @@ class Admission:
     Args:
         max_queue: requests that may wait; None is as many as the module says.
         max_wait_s: longest that a request may expect to wait; None is no bound.
-        retry_after_s: least that a refused client is told to wait.
     """
 
     def __init__(self, *, max_queue: int | None, max_wait_s: float | None, retry_after_s: float) -> None:

@@ -140,7 +140,8 @@ class CoordinatorConfig:
             raise ValueError("host: empty, an address such as 127.0.0.1 needed")
         check_between(self, 0, 65535, "port", "worker_port", "http_port")
         self._check_doors()
-        _check_vllm_extra(needed=self.vllm_grpc)
+        if self.vllm_grpc and importlib.util.find_spec("smg_grpc_proto") is None:
+            raise ValueError("vllm_grpc: the package smg-grpc-proto is missing: pip install 'outrider[vllm-grpc]'")
         check_at_least_one(self, *_AT_LEAST_ONE)
         check_not_negative(self, "max_queue", "max_queue_wait_s", "target_wait_s", "room_wait_s", "drain_s")
         check_positive(self, "sync_wait_cap_ms", "connect_timeout_s", "retry_after_s", "step_timeout_s")
@@ -229,8 +230,3 @@ _AT_LEAST_ONE = (
     "heartbeat_interval_ms",
     "quarantine_losses",
 )
-
-
-def _check_vllm_extra(*, needed: bool) -> None:
-    if needed and importlib.util.find_spec("smg_grpc_proto") is None:
-        raise ValueError("vllm_grpc: the package smg-grpc-proto is missing: pip install 'outrider[vllm-grpc]'")

@@ -14,7 +14,7 @@ from outrider.coordinator.sessions.messages import (
     SpeculationCounts,
     TokenDelta,
 )
-from outrider.coordinator.sessions.source_counts import SourceTally
+from outrider.coordinator.sessions.totals import SourceTally
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ class Generation:
     Args:
         max_unread_rounds: a reader this far behind is stalled, and its sessions rest until it has read all of it,
             counted over all choices together.
-        release: called once when the request ends in whatever way, with the generation.
 
     Attributes:
         is_awaited: the reader has taken all events, and waits for more.
@@ -57,12 +56,12 @@ class Generation:
 
     # Every round asks each session's for its reader.
     __slots__ = (
-        "_error",
         "_events",
         "_max_unread_rounds",
         "_release",
         "_unread_rounds",
         "_wake",
+        "error",
         "is_awaited",
         "is_closed",
         "is_stalled",
@@ -83,7 +82,8 @@ class Generation:
         self._release = release
         self._events: deque[GenerationEvent] = deque()
         self._wake = asyncio.Event()
-        self._error: OutriderError | None = None
+        self.error: OutriderError | None = None
+        """What has ended the request before its end, if anything has."""
         self.times = RequestTimes()
         self.weights = request.weights
         """Version of those that its tokens are chosen with; empty before it is placed, or where nobody knows."""
@@ -93,10 +93,6 @@ class Generation:
     def has_begun(self) -> bool:
         """Whether it has been placed at a target, or goes on where another has ended."""
         return bool(self.times.admitted_ns or (self.weights and self.request.received))
-
-    def note_admitted(self) -> None:
-        """The request leaves the queue."""
-        self.times.admitted_ns = self.times.admitted_ns or clock.now_ns()
 
     def note_round(self) -> None:
         """A round has given a choice tokens, which the reader has not got yet."""
@@ -137,17 +133,12 @@ class Generation:
             )
         )
 
-    @property
-    def error(self) -> OutriderError | None:
-        """What has ended the request before its end, if anything has."""
-        return self._error
-
     def abort(self, error: OutriderError) -> None:
         """Ends the stream with an error, behind all that was committed; what was delivered stays valid."""
-        if self._error is None and not self.is_closed:
+        if self.error is None and not self.is_closed:
             for session in self.sessions:
                 session.deliver()
-            self._error = error
+            self.error = error
             self._wake.set()
             self.cancel()
 
@@ -158,22 +149,15 @@ class Generation:
             self._wake.set()
             self._release(self)
 
-    async def aclose(self) -> None:
-        """The same as `cancel`, for `contextlib.aclosing`."""
-        self.cancel()
-
-    def __aiter__(self) -> AsyncIterator[GenerationEvent]:
-        return self._read()
-
-    async def _read(self) -> AsyncIterator[GenerationEvent]:
+    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
         while True:
             while self._events:
                 event = self._events.popleft()
                 yield event
                 if isinstance(event, GenerationResult):
                     return
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self.is_closed:
                 return
             self._wake.clear()

@@ -1,11 +1,11 @@
-"""What travels between the coordinator's parts: plain data, no protocol buffers, no gRPC.
+"""What travels between the coordinator's parts.
 
-service ── GenerationRequest ──> scheduler ── SessionOpening, GrowthBatch ──> target
-service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <── RoundResults ── target
-                                                         scheduler <── GrowthBatch ── draft
+service ── GenerationRequest ──> scheduler
+service <── TokenDelta, Round, GenerationResult ── scheduler <── RoundResults ── target
+                                                   scheduler <── GrowthBatch ── draft
 
-Columns of `RoundResults` and `GrowthBatch` may be containers of the protobuf message that brought them: `[:]` makes
-lists of them.
+What nobody here has to change stays in the protobuf message that it comes or leaves in. Columns of `GrowthBatch` may be
+containers of the message that brought them: `[:]` makes lists of them.
 """
 
 import functools
@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import ALL_SOURCES, NUM_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec, SpeculationMode
-from outrider.wire import split_by_counts
+from outrider.v1 import common_pb2, generation_pb2, target_pb2
+from outrider.wire import floats_from_bytes, split_by_counts
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.request_trace import RequestTrace
@@ -45,9 +47,7 @@ class GenerationRequest:
         sampling: the rule for choice 0; choice c uses the same with `choice_index` c.
         max_nodes: most nodes verified for a choice in one step; 0: the target's own bound.
         max_depth: deepest node; likewise.
-        sources: what may grow its tree.
         received: choice index to the output tokens that the client has already got (a resumed request).
-        trace: whether a RoundRecord follows every verification.
         weights: version of those that `received` is of; empty: any.
         caller: whose it is: ids are its callers' own, and another's request may have the same.
         client: who takes turns with others in the queue: the caller, or a connection where nobody is asked for a name.
@@ -127,39 +127,6 @@ class TokenDelta:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrowthArrival:
-    """One message of growth as it reached the coordinator."""
-
-    worker_id: str
-    arrived_ns: int
-    as_of: int
-    nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundRecord:
-    """One round of one choice, for traces; times are of the monotonic clock.
-
-    Attributes:
-        length: committed tokens before.
-        selected: nodes that were verified.
-        accepted: of these.
-        growth: that has come since the round before.
-    """
-
-    index: int
-    step: int
-    length: int
-    result_ns: int
-    step_ns: int
-    forward_ns: int
-    selected: int
-    accepted: int
-    emitted_token_ids: Sequence[int]
-    growth: Sequence[GrowthArrival] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChoiceResult:
     """How one choice ended."""
 
@@ -170,15 +137,6 @@ class ChoiceResult:
     stop_string: str | None = None
 
 
-class SourceCounts(NamedTuple):
-    """Nodes that one source has grown (`drafted`), and how many of them were verified and accepted."""
-
-    source: GrowthSource
-    drafted: int
-    submitted: int
-    accepted: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpeculationCounts:
     """Verifications and draft tokens of a request, or of a whole server."""
@@ -186,12 +144,22 @@ class SpeculationCounts:
     verify_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    sources: Sequence[SourceCounts] = ()
+    sources: Sequence[generation_pb2.SourceStats] = ()
 
     @property
     def acceptance_length(self) -> float:
         """Emitted tokens a verification, the final one included."""
         return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else 1.0
+
+    def message(self) -> generation_pb2.SpeculationStats:
+        """As they travel."""
+        return generation_pb2.SpeculationStats(
+            verify_steps=self.verify_steps,
+            spec_draft_tokens=self.drafted_tokens,
+            spec_accepted_tokens=self.accepted_tokens,
+            acceptance_length=self.acceptance_length,
+            sources=self.sources,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,29 +175,10 @@ class GenerationResult:
     weights: str = ""
 
 
-GenerationEvent = TokenDelta | RoundRecord | GenerationResult
+GenerationEvent = TokenDelta | generation_pb2.Round | GenerationResult
 
 
 # ------------------------------------------------------------------------------------------------ scheduler and workers
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionOpening:
-    """Opens, or reopens under a higher epoch, a session at a worker."""
-
-    session_id: int
-    epoch: int
-    prompt: Sequence[int]
-    output: Sequence[int]
-    sampling: SamplingSpec
-    mode: SpeculationMode
-    max_live_nodes: int
-    max_depth: int
-    max_nodes: int
-    sync_wait_ms: float = 0.0
-    traceparent: str = ""
-    weights: str = ""
-    sources: frozenset[GrowthSource] = ALL_SOURCES
 
 
 class FaultKind(StrEnum):
@@ -245,11 +194,24 @@ class FaultKind(StrEnum):
     """It began with weights that the worker does not run with any more."""
 
 
+_FAULT_KINDS = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FaultKind.NO_ROOM,
+    grpc.StatusCode.INVALID_ARGUMENT.value[0]: FaultKind.REFUSED,
+    grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
+    grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
+}
+
+
 class SessionFault(NamedTuple):
     """Why a worker has closed, or not opened, a session."""
 
     kind: FaultKind
     message: str
+
+    @classmethod
+    def of(cls, error: common_pb2.SessionError) -> Self:
+        """Return what a worker's error calls for."""
+        return cls(_FAULT_KINDS.get(error.code, FaultKind.LOST), error.message)
 
 
 class TreeEnd(IntEnum):
@@ -278,7 +240,6 @@ class Outcome(NamedTuple):
         selected_by_source: [3] of these, those that a model, n-grams and a head had proposed; a node may be of several.
         grown_by_source: [3] nodes that drafters in the target have grown since the last result, likewise.
         sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
-        is_over: whether the target has ended the session.
         cached_tokens: of the prompt, tokens whose KV the target had.
         lost: bit set of the places whose growth was lost.
         tree_end: where the round has left the session's tree.
@@ -307,99 +268,55 @@ def _by_session(counts: Sequence[int]) -> list[tuple[int, ...]]:
     return list(zip(*(counts[source::NUM_SOURCES] for source in range(NUM_SOURCES)), strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoundResults:
-    """Results of one round of a target for its S sessions here, in columns: M tokens, A of them accepted nodes.
+    """A message of a target about one round, checked.
 
     Attributes:
-        session_ids: [S]
-        epochs: [S]
-        token_counts: [S]
-        tokens: [M] committed.
-        accepted_counts: [S]
-        selected_counts: [S]
-        selected_by_source: [3 S]; empty: all are a model's alone.
-        grown_by_source: [3 S]; empty: no drafter in the target has grown any.
-        accepted_sources: [A]
-        finishes: [S] 0 where the session goes on.
-        cached_tokens: [S]
-        lost: [S]
-        tree_ends: [S]
-        logprobs: by row, of the sessions that asked for them.
-        faults: (session id, epoch, why) of sessions that the target has closed or not opened.
-        step_ns: from the round's begin to its end.
-        forward_ns: of these, the model's forward and the choices.
-        rows: of the forward.
-        plain_ns: what the round would have taken without nodes.
-        number: of the message on this stream, from 1.
+        message: its columns, of S sessions and M tokens, A of them accepted nodes; `[:]` makes a list of one.
+        number: of the message on its stream, from 1.
     """
 
-    session_ids: Sequence[int]
-    epochs: Sequence[int]
-    token_counts: Sequence[int]
-    tokens: Sequence[int]
-    accepted_counts: Sequence[int]
-    selected_counts: Sequence[int]
-    selected_by_source: Sequence[int]
-    grown_by_source: Sequence[int]
-    accepted_sources: Sequence[int]
-    finishes: Sequence[int]
-    cached_tokens: Sequence[int]
-    lost: Sequence[int]
-    tree_ends: Sequence[int]
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    faults: Sequence[tuple[int, int, SessionFault]] = ()
-    step_ns: int = 0
-    forward_ns: int = 0
-    rows: int = 0
-    plain_ns: int = 0
-    number: int = 0
+    def __init__(self, message: target_pb2.RoundResults, number: int = 0) -> None:
+        self.message, self.number, self.report = message, number, message.report
 
     @functools.cached_property
     def outcomes(self) -> list[Outcome]:
         """The columns by session. Drafts hear what was committed before these are made."""
-        selected = self.selected_counts[:]
-        by_source = _by_session(self.selected_by_source[:]) or ((count, *_NO_NODES[1:]) for count in selected)
-        grown = _by_session(self.grown_by_source[:]) or itertools.repeat(_NO_NODES, len(selected))
-        tokens, sources = self.tokens[:], self.accepted_sources[:]
+        message = self.message
+        selected = message.selected_counts[:]
+        # Empty where all are a model's, and where no drafter in the target has grown any.
+        by_source = _by_session(message.selected_by_source[:]) or ((count, *_NO_NODES[1:]) for count in selected)
+        grown = _by_session(message.grown_by_source[:]) or itertools.repeat(_NO_NODES, len(selected))
+        tokens, sources = message.tokens[:], message.accepted_sources[:]
+        logprobs = {entry.row: _logprobs(entry) for entry in message.logprobs}
         # Columns in the order of the fields of `Outcome`, of which there is one a session every few milliseconds.
         columns = zip(
-            self.session_ids[:],
-            self.epochs[:],
-            [tokens[span] for span in split_by_counts(self.token_counts[:])],
-            self.accepted_counts[:],
+            message.session_ids[:],
+            message.epochs[:],
+            [tokens[span] for span in split_by_counts(message.token_counts[:])],
+            message.accepted_counts[:],
             selected,
             by_source,
             grown,
-            [sources[span] for span in split_by_counts(self.accepted_counts[:])],
-            map(bool, self.finishes[:]),
-            self.cached_tokens[:],
-            self.lost[:],
+            [sources[span] for span in split_by_counts(message.accepted_counts[:])],
+            map(bool, message.finishes[:]),
+            message.cached_tokens[:],
+            message.lost[:],
             # An end that a newer target knows is none.
-            map(_TREE_ENDS.get, self.tree_ends[:], itertools.repeat(TreeEnd.NONE)),
-            map(self.logprobs.get, range(len(selected))),
+            map(_TREE_ENDS.get, message.tree_ends[:], itertools.repeat(TreeEnd.NONE)),
+            map(logprobs.get, range(len(selected))),
             strict=True,
         )
         return list(itertools.starmap(Outcome, columns))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Commits:
-    """Tokens that S sessions have committed in one round, M in all.
-
-    Attributes:
-        session_ids: [S]
-        epochs: [S]
-        positions: [S] committed length before these tokens.
-        token_counts: [S]
-        tokens: [M]
-    """
-
-    session_ids: Sequence[int]
-    epochs: Sequence[int]
-    positions: Sequence[int]
-    token_counts: Sequence[int]
-    tokens: Sequence[int]
+def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
+    token_logprobs = floats_from_bytes(entry.token_logprobs).tolist()
+    count = len(token_logprobs)
+    top = floats_from_bytes(entry.top_logprobs).reshape(count, entry.top_count).tolist()
+    ids = list(entry.top_token_ids)
+    rows = [ids[start : start + entry.top_count] for start in range(0, count * entry.top_count, entry.top_count or 1)]
+    return TokenLogprobs(token_logprobs=token_logprobs, top_token_ids=rows or [[]] * count, top_logprobs=top)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,16 +326,12 @@ class GrowthBatch:
     Several steps make several parts of a session, in their order.
 
     Attributes:
-        session_ids: [S]
-        epochs: [S]
         as_of: [S] committed length the draft had applied.
-        node_counts: [S]
         complete: [S] the round's tree is whole (sync mode).
         forgot: [S] earlier node ids mean nothing any more.
         again: [S] the live tree, sent again.
         node_ids: [N] unique per (worker, source, session, epoch).
         parents: [N] node id, or 0 for the root at length `as_of`.
-        tokens: [N]
         acceptance: [N] estimate given that the parent is accepted.
         distributions: [N] the q each token was drawn from, under rejection; empty, or None each, otherwise.
         source: of all nodes.

@@ -12,7 +12,7 @@ from outrider.tracing import Tracing, named
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.generation import Generation
-    from outrider.coordinator.sessions.messages import RoundResults
+    from outrider.coordinator.sessions.messages import Outcome, RoundResults
 
 # The first rounds are told one by one, then every so many, up to the most that a span keeps.
 _FIRST_ROUNDS, _EVERY, _MOST_EVENTS = 32, 16, 120
@@ -20,11 +20,6 @@ _FIRST_ROUNDS, _EVERY, _MOST_EVENTS = 32, 16, 120
 
 class RequestTrace:
     """The spans of one request.
-
-    Args:
-        tracing: makes them.
-        request_id: of the request.
-        parent: traceparent of the caller's span; empty where it has none.
 
     Attributes:
         traceparent: of this request, for the workers.
@@ -37,38 +32,18 @@ class RequestTrace:
         self._rounds: list[tuple[int, dict[str, int | float]]] = []
         self._seen = 0
 
-    def note_round(
-        self,
-        choice: int,
-        result: RoundResults,
-        *,
-        nodes: int,
-        accepted: int,
-        tokens: int,
-        since_ns: int,
-        now_ns: int,
-    ) -> None:
-        """A choice has got the tokens of a round.
-
-        Args:
-            choice: of the request.
-            result: of the round.
-            nodes: that were verified of it.
-            accepted: of these.
-            tokens: that it got.
-            since_ns: when it had tokens before, by the monotonic clock.
-            now_ns: now, by the same.
-        """
+    def note_round(self, choice: int, outcome: Outcome, results: RoundResults, *, since_ns: int, now_ns: int) -> None:
+        """A choice has got the tokens of a round; the last time that it got some was `since_ns`."""
         self._seen += 1
         if self._seen > _FIRST_ROUNDS and (self._seen % _EVERY or len(self._rounds) >= _MOST_EVENTS):
             return
         told = {
             "choice": choice,
-            "step": result.number,
-            "nodes": nodes,
-            "accepted": accepted,
-            "tokens": tokens,
-            "step_ms": result.step_ns / 1e6,
+            "step": results.number,
+            "nodes": outcome.selected,
+            "accepted": outcome.accepted,
+            "tokens": len(outcome.token_ids),
+            "step_ms": results.report.step_ns / 1e6,
             "round_ms": (now_ns - since_ns) / 1e6,
         }
         self._rounds.append((now_ns, told))

@@ -1,7 +1,6 @@
 """Which sessions run where: requests in and out, their places at targets and drafts, and what to do when one is lost.
 
-What passes between the workers of a session is in `relay.py`. Drafts are in `drafts.py`; what becomes of a session that
-a target has lost or refused is in `session_faults.py`.
+What passes between the workers of a session is in `relay.py`, drafts are in `drafts.py`.
 """
 
 import asyncio
@@ -9,18 +8,15 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.admission import Admission, Occupancy
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.generation import Generation
-from outrider.coordinator.sessions.messages import (
-    GenerationRequest,
-    SessionFault,
-)
+from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SessionFault
 from outrider.coordinator.sessions.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.sessions.session import Session
-from outrider.coordinator.sessions.session_faults import SessionFaults
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.sessions.waiting import WaitingSessions
@@ -31,7 +27,10 @@ from outrider.coordinator.workers.routing import PrefixRouter
 from outrider.coordinator.workers.shared_places import SharedPlaces
 from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.errors import (
+    FieldViolation,
+    InvalidRequest,
     OutriderError,
+    Overloaded,
     PoisonRequest,
     WeightsReplaced,
     WorkerUnavailable,
@@ -40,6 +39,11 @@ from outrider.roles.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
+
+# A worker's error of a session (a lost state, say) is answered by opening it anew; the same again is given up.
+_MAX_REOPENINGS = 2
+# How long a session that a full target turned away waits before it asks again.
+_NO_ROOM_PAUSE_S = 0.05
 
 
 class WeightsGate:
@@ -51,7 +55,6 @@ class WeightsGate:
 
     Attributes:
         version: that the targets run with; empty while nobody knows.
-        is_held: nothing new is to begin.
     """
 
     def __init__(self) -> None:
@@ -61,15 +64,6 @@ class WeightsGate:
     def fits(self, weights: str) -> bool:
         """True if a session that began with these weights may go on."""
         return not weights or not self.version or weights == self.version
-
-    def check(self, weights: str) -> None:
-        """The same.
-
-        Raises:
-            WeightsReplaced: it may not.
-        """
-        if not self.fits(weights):
-            raise self.refusal(weights)
 
     def refusal(self, weights: str) -> WeightsReplaced:
         """The message to a client whose session began with these weights."""
@@ -83,12 +77,6 @@ class Scheduler:
     """Admits requests, places sessions at targets and drafts, and moves those whose worker is gone.
 
     It knows neither gRPC nor Ray: links are given to it.
-
-    Attributes:
-        drafts: the draft workers.
-        relay: takes what drafts grow and what targets' rounds give.
-        totals: counters since the start.
-        weights: which weights requests are of.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -99,8 +87,9 @@ class Scheduler:
         self._targets: dict[str, TargetPeer] = {}
         self.totals = Totals()
         self.drafts = Drafts(config, self._sessions, self._targets)
-        self.relay = Relay(self._sessions, self._targets, self.drafts, self.totals, self)
-        self._faults = SessionFaults(config, self._targets, self.totals, move=self._move, reopen=self._open)
+        # To pyright, which follows the link of the package, this file's class and that of its name are two.
+        own: Any = self
+        self.relay = Relay(self._sessions, self._targets, self.drafts, self.totals, own)
         self._router = PrefixRouter()
         self._admission = Admission(
             max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
@@ -130,7 +119,8 @@ class Scheduler:
         if not self.has_target and not self._config.target_wait_s:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
         self._suspects.check(request)
-        self.weights.check(request.weights)
+        if not self.weights.fits(request.weights):
+            raise self.weights.refusal(request.weights)
         self.check_room(request.n, entry=request.entry)
         generation = Generation(request, max_unread_rounds=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
@@ -150,7 +140,6 @@ class Scheduler:
         """Look for room for a request of so many choices; that costs microseconds, and nothing is kept.
 
         Args:
-            choices: of the request.
             entry: its entry in the queue, which it may have already; empty for a new one.
 
         Raises:
@@ -173,7 +162,7 @@ class Scheduler:
         """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
         replaced: list[Session] = []
         while self._waiting and self.running_sessions < self._config.max_running_sessions:
-            targets = [target for target in self._targets.values() if target.has_room]
+            targets = [target for target in self._targets.values() if target.room]
             if not targets or (session := self._waiting.next(has_begun=self.weights.is_held)) is None:
                 break
             if not self.weights.fits(session.generation.weights):
@@ -181,7 +170,8 @@ class Scheduler:
                 continue
             session.generation.weights = self.weights.version or session.generation.weights
             target = self._router.choose(session.token_ids, targets)
-            session.generation.note_admitted()
+            times = session.generation.times
+            times.admitted_ns = times.admitted_ns or clock.now_ns()
             self._admission.note_start(session.session_id)
             session.generation.on_awaited = functools.partial(self.relay.serve_reader, session.generation)
             session.committed_ns = session.committed_ns or clock.now_ns()
@@ -204,7 +194,8 @@ class Scheduler:
 
     def _open(self, session: Session) -> None:
         """Open a session at the target that has its place; its drafts send their trees there."""
-        target = next(target for target in self._targets.values() if session.session_id in target.sessions)
+        target = self._target_with(session)
+        assert target is not None
         target.open(session, sync_wait_ms=self._config.sync_wait_cap_ms)
         if session.generation.is_stalled:
             target.hold(session, is_held=True)
@@ -217,15 +208,15 @@ class Scheduler:
 
     def note_progress(self, sessions: Sequence[Session]) -> None:
         """These sessions have emitted tokens: what went wrong before is no reason to give them up."""
-        self._faults.note_progress(sessions)
         for session in sessions:
+            session.reopenings, session.without_room_since_ns = 0, None
             if session.probation:
                 self._suspects.note_result(session)
                 if not session.probation and (target := self._targets.get(session.target_id or "")) is not None:
                     target.clear(session)
 
     def _release(self, generation: Generation) -> None:
-        self.totals.serving.note_end(generation)
+        self.totals.note_end(generation)
         self.relay.forget(generation)
         if generation.request.spans is not None:
             generation.request.spans.end(generation)
@@ -243,7 +234,6 @@ class Scheduler:
         if session.tap is not None:
             session.tap.note_end()
         self._admission.note_end(session.session_id)
-        self._faults.forget(session)
         self._waiting.remove(session)
         for target in list(self._targets.values()):
             if target.let_go(session):
@@ -256,11 +246,62 @@ class Scheduler:
             self.drafts.assign_all()
         self.admit()
 
+    # ---------------------------------------------------------------------------------------------------------- faults
+
     def take_fault(self, session: Session, fault: SessionFault) -> None:
-        """The target has lost or refused a session."""
+        """The target has lost or refused a session; what went wrong is forgotten once it has emitted tokens again."""
         if (target := self._targets.get(session.target_id or "")) is not None:
             target.lose(session)
-        self._faults.take(session, fault)
+        match fault.kind:
+            case FaultKind.REFUSED:
+                session.generation.abort(InvalidRequest([FieldViolation("request", fault.message)]))
+            case FaultKind.REPLACED:
+                session.generation.abort(WeightsReplaced(f"{fault.message}; the tokens delivered stay valid"))
+            case FaultKind.NO_ROOM:
+                self._wait_for_room(session, fault.message)
+            case FaultKind.LOST:
+                self._open_anew(session, fault.message)
+
+    def _open_anew(self, session: Session, reason: str) -> None:
+        """It is opened anew, unless that has not helped before."""
+        session.reopenings += 1
+        if session.reopenings > _MAX_REOPENINGS:
+            message = f"the target worker cannot serve this request: {reason}"
+            session.generation.abort(WorkerUnavailable(message))
+            return
+        self.totals.reopened += 1
+        logger.warning("session %d is opened anew: %s", session.session_id, reason, extra=session.ids)
+        self._open(session)
+
+    def _wait_for_room(self, session: Session, reason: str) -> None:
+        """The target is full with others' sessions: this one rests for a moment, then asks again, or asks another."""
+        targets = self._targets.values()
+        others = any(
+            target.places.has_others or any(held is not session for held in target.sessions.values())
+            for target in targets
+        )
+        now_ns = clock.now_ns()
+        since_ns = session.without_room_since_ns = session.without_room_since_ns or now_ns
+        if now_ns - since_ns > self._config.room_wait_s * 1e9 and not others:
+            session.generation.abort(Overloaded(reason, retry_after_s=self._config.retry_after_s))
+            return
+        target = self._target_with(session)
+        if target is not None and target.places.is_shared:
+            # Other coordinators' sessions have the room.
+            is_borrowed = target.places.note_refusal(len(target.sessions) - 1)
+            if is_borrowed or any(other.room for other in targets):
+                self._move(target, [session])
+                session.without_room_since_ns = since_ns
+                return
+        asyncio.get_running_loop().call_later(_NO_ROOM_PAUSE_S, self._ask_for_room, session)
+
+    def _ask_for_room(self, session: Session) -> None:
+        if self._target_with(session) is not None and session.target_id is None and not session.is_finished:
+            self._open(session)
+
+    def _target_with(self, session: Session) -> TargetPeer | None:
+        """The target at which a session has its place, whether it is open there or not."""
+        return next((target for target in self._targets.values() if session.session_id in target.sessions), None)
 
     # --------------------------------------------------------------------------------------------------------- workers
 
@@ -282,7 +323,7 @@ class Scheduler:
         sessions = list(target.sessions.values())
         if not target.is_draining:
             self._suspects.note_loss(worker_id, target.blamed, kind)
-        self.totals.serving.failovers += len(sessions)
+        self.totals.failovers += len(sessions)
         self._requeue([session for session in sessions if not self._suspects.condemns(session)])
         for session in sessions:
             if self._suspects.condemns(session):
@@ -297,7 +338,8 @@ class Scheduler:
             session.deliver()
             logger.debug("session %d has lost its target", session.session_id, extra=session.ids)
             session.target_id = None
-            self._faults.note_place_lost(session)
+            # Whom its target had no room for has not asked another one yet.
+            session.without_room_since_ns = None
             if session.result is not None:
                 self.finish_session(session)
             elif not session.is_finished:

@@ -1,31 +1,31 @@
 """One choice of one request while it is generated."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outrider.coordinator.live.watcher import Watcher
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
-    GrowthArrival,
-    GrowthBatch,
     Outcome,
-    RoundRecord,
     RoundResults,
-    SessionOpening,
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.sessions.source_counts import SourceTally
 from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
-from outrider.drafting.growth_source import GrowthSource
+from outrider.coordinator.sessions.totals import SourceTally
+from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource, sources_to_proto
 from outrider.errors import InternalError
 from outrider.roles.log_output import about
-from outrider.sampling import SpeculationMode, VerificationRule
+from outrider.sampling import MODE_NUMBERS, SpeculationMode, VerificationRule
+from outrider.v1 import common_pb2, generation_pb2
+from outrider.wire import uints_to_bytes
+
+if TYPE_CHECKING:
+    from outrider.coordinator.live.tap import SessionTap
 
 logger = logging.getLogger(__name__)
 
@@ -38,30 +38,6 @@ class Drafter(NamedTuple):
 
     worker_id: str
     source: GrowthSource
-
-
-class Tap(Protocol):
-    """Listener to a session's tree while somebody watches it."""
-
-    def watch(self, *, max_lines: int) -> Watcher:
-        """One more watches."""
-        ...
-
-    def note_growth(self, worker_id: str, growth: GrowthBatch, place: int) -> None:
-        """A draft has grown nodes: the session's part of a message."""
-        ...
-
-    def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:
-        """A round has ended."""
-        ...
-
-    def note_delivered(self, text: str) -> None:
-        """The client has been told of tokens."""
-        ...
-
-    def note_end(self) -> None:
-        """Nothing more will come."""
-        ...
 
 
 class Session:
@@ -100,14 +76,17 @@ class Session:
         self.asked_again: set[Drafter] = set()
         self.refused_by: set[Drafter] = set()
         """Drafters that cannot grow this session, now or later."""
-        self.arrivals: list[GrowthArrival] = []
+        self.arrivals: list[generation_pb2.GrowthArrival] = []
         self.committed_ns = 0
         """When tokens were last committed; before there are any, when the session was placed."""
         self.is_held = False
         """Its target waits for its client."""
+        self.reopenings = 0
+        """Since it last emitted tokens: how often it was opened anew, and when its target had no room for it."""
+        self.without_room_since_ns: int | None = None
         self.probation = 0
         """Results for which it is to be verified alone, after a worker crashed with it."""
-        self.tap: Tap | None = None
+        self.tap: SessionTap | None = None
         """Only while somebody watches its tree."""
         self._take_received(request.received.get(index, ()))
         self._delivered = len(self.token_ids)
@@ -115,7 +94,7 @@ class Session:
         # Parts of the next event: text (where stop strings are looked for), log probabilities, the last round.
         self._found_text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._record: RoundRecord | None = None
+        self._record: generation_pb2.Round | None = None
         self.end = self.prompt_length + self.sampling.max_new_tokens
         """Tokens with which it ends at the latest, the prompt's included."""
         self.is_chain = self.sampling.rule is VerificationRule.REJECTION
@@ -166,30 +145,42 @@ class Session:
         """Whether nothing more is to be generated."""
         return self.result is not None or self.generation.is_closed
 
-    def opening(self, *, max_live_nodes: int, sync_wait_ms: float = 0.0) -> SessionOpening:
-        """Opens this session at a worker under the next epoch."""
+    def opening(
+        self,
+        *,
+        max_live_nodes: int = 0,
+        max_depth: int | None = None,
+        sync_wait_ms: float = 0.0,
+        sources: Collection[GrowthSource] | None = None,
+    ) -> common_pb2.SessionOpen:
+        """Return the message that opens this session at a worker, under the next epoch."""
         self.epoch += 1
-        return SessionOpening(
+        request = self.request
+        sources = request.sources if sources is None else sources
+        return common_pb2.SessionOpen(
             session_id=self.session_id,
             epoch=self.epoch,
-            prompt=self.token_ids[: self.prompt_length],
-            output=self.token_ids[self.prompt_length :],
-            sampling=self.sampling,
-            mode=self.mode,
-            max_live_nodes=max_live_nodes,
-            max_depth=self.request.max_depth,
-            max_nodes=self.request.max_nodes,
-            sync_wait_ms=sync_wait_ms,
-            traceparent="" if self.request.spans is None else self.request.spans.traceparent,
-            sources=self.request.sources,
+            prompt=uints_to_bytes(self.token_ids[: self.prompt_length]),
+            output=uints_to_bytes(self.token_ids[self.prompt_length :]),
+            sampling=self.sampling.to_proto(),
+            limits=common_pb2.SpeculationLimits(
+                mode=MODE_NUMBERS[self.mode],
+                max_live_nodes=max_live_nodes,
+                max_depth=request.max_depth if max_depth is None else max_depth,
+                max_nodes=request.max_nodes,
+                sync_wait_ms=round(sync_wait_ms),
+            ),
+            traceparent="" if request.spans is None else request.spans.traceparent,
+            sources=() if len(sources) == len(ALL_SOURCES) else sources_to_proto(sources),
             weights=self.generation.weights,
         )
 
     def note_growth(self, worker_id: str, *, as_of: int, nodes: int) -> None:
         """Growth has come, for the trace."""
         if self.request.trace:
+            arrived_ns = clock.now_ns()
             self.arrivals.append(
-                GrowthArrival(worker_id=worker_id, arrived_ns=clock.now_ns(), as_of=as_of, nodes=nodes)
+                generation_pb2.GrowthArrival(worker_id=worker_id, arrived_ns=arrived_ns, as_of=as_of, nodes=nodes)
             )
 
     @property
@@ -235,8 +226,7 @@ class Session:
         if self.tap is not None:
             self.tap.note_verdict(outcome, results)
         if (spans := self.request.spans) is not None:
-            counts = {"nodes": outcome.selected, "accepted": outcome.accepted, "tokens": len(outcome.token_ids)}
-            spans.note_round(self.index, results, **counts, since_ns=since_ns, now_ns=result_ns)
+            spans.note_round(self.index, outcome, results, since_ns=since_ns, now_ns=result_ns)
         if self.request.trace:
             self._record = self._round_record(outcome, results, before)
         if text is not None:
@@ -344,15 +334,15 @@ class Session:
             f"the tokens of request {request_id} cannot be turned into text: {type(error).__name__}: {error}"
         )
 
-    def _round_record(self, outcome: Outcome, results: RoundResults, before: int) -> RoundRecord:
+    def _round_record(self, outcome: Outcome, results: RoundResults, before: int) -> generation_pb2.Round:
         growth, self.arrivals = self.arrivals, []
-        return RoundRecord(
+        return generation_pb2.Round(
             index=self.index,
             step=results.number,
             length=before,
             result_ns=self.committed_ns,
-            step_ns=results.step_ns,
-            forward_ns=results.forward_ns,
+            step_ns=results.report.step_ns,
+            forward_ns=results.report.forward_ns,
             selected=outcome.selected,
             accepted=outcome.accepted,
             emitted_token_ids=outcome.token_ids,

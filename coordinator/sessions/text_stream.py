@@ -43,9 +43,7 @@ class TextStream:
     A resumed choice pushes the tokens that the client has already got first.
 
     Args:
-        tokenizer: None where the model has none: the text stays empty.
         stop: stop strings, none of them empty.
-        prompt_token_ids: what stands before the text.
 
     Attributes:
         stop_string: that ended the text, once one has.

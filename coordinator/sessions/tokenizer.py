@@ -26,9 +26,6 @@ class TextTokenizer:
     and for metaspace decoders, with or without byte fallback; the start of a text is the exception: there some
     decoders drop one leading space (`leading_space_dropped`).
 
-    Args:
-        tokenizer: of the tokenizers library.
-
     Attributes:
         vocab_size: added tokens included.
         grammars: of structured output, over these tokens.
@@ -125,7 +122,6 @@ def read_model_info(
     """What a checkpoint's json files say of the model; dtype stays empty, it is the target worker's choice.
 
     Args:
-        folder: of a Hugging Face checkpoint.
         max_model_len: most tokens of a session; default the model's own limit.
         name: that clients know the model by; default the folder's.
 

@@ -32,8 +32,6 @@ class DraftDemand:
     Attributes:
         rounds: verifications of `async` sessions that have a draft.
         tokens: that these emitted.
-        missed_rounds: of rounds.
-        starved_rounds: of rounds.
         bare_rounds: of rounds, those that verified no node.
         target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
@@ -60,8 +58,6 @@ class DraftDemand:
         """Count steps of a draft's model.
 
         Args:
-            step_ns: mean time of a step.
-            steps: number of steps.
             sessions: sum over the steps of the `async` sessions that grew in each.
             expanded: nodes of them that got children.
         """
@@ -73,8 +69,8 @@ class DraftDemand:
 
     def note_round(self, results: RoundResults, taken: "Taken") -> None:
         """One round of a target."""
-        self.target_ns += results.step_ns
-        self.plain_ns += results.plain_ns
+        self.target_ns += results.report.step_ns
+        self.plain_ns += results.report.plain_ns
         drafted = [outcome for session, outcome, _ in taken if session.draft_epochs and session.mode is _ASYNC]
         self.rounds += len(drafted)
         self.tokens += sum(len(outcome.token_ids) for outcome in drafted)
@@ -84,11 +80,6 @@ class DraftDemand:
         self.bare_rounds += [outcome.selected for outcome in drafted].count(0)
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
-        """The counters now.
-
-        Args:
-            sessions: at a target that would speculate.
-            undrafted_sessions: of these, those that no draft grows.
-        """
+        """The counters now."""
         totals = {f"{field.name}_total": int(getattr(self, field.name)) for field in fields(self)}
         return generation_pb2.DraftDemand(sessions=sessions, undrafted_sessions=undrafted_sessions, **totals)

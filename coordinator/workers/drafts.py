@@ -1,36 +1,54 @@
-"""The draft workers of a coordinator: which there are, which sessions they grow, and what comes from them.
+"""The draft workers of a coordinator: which there are, and which of them grow which session's tree.
 
-Nobody waits for a draft: a slow, dead or absent one costs speed and nothing else.
+A session gets the drafts with the fewest sessions. `async` trees merge the growth of up to `drafts_per_session` of
+them for each source (model, n-gram) that the session listens to and some draft has; a `sync` tree of a fixed shape has
+one draft, and so has a chain of rejection, each token of which was drawn from the q that travels with it. Nobody has a
+second draft of a source at the cost of a session without any. docs/sources.md says when another source pays.
+
+Each source of a draft grows a tree of its own, with ids of its own, so it has a place of its own at the target, where
+equal nodes become one. A draft is asked for the sources that have places, and for nothing else. Nobody waits for a
+draft: a slow, dead or absent one costs speed and nothing else.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.messages import FaultKind, SessionFault
-from outrider.coordinator.sessions.session import Session
-from outrider.coordinator.workers.draft_peer import DraftPeer
-from outrider.coordinator.workers.draft_places import DraftPlaces
+from outrider.coordinator.sessions.session import PLACES, Drafter, Session
 from outrider.coordinator.workers.links import DraftLink
 from outrider.coordinator.workers.shared_places import SharedPlaces
 from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.growth_source import GrowthSource, sources_from_proto
-from outrider.v1 import common_pb2, registry_pb2
+from outrider.sampling import SpeculationMode
+from outrider.v1 import common_pb2, registry_pb2, target_pb2
 
 logger = logging.getLogger(__name__)
 
+# An EAGLE head grows where the target runs, and a chain is drawn by a model.
+_DRAFT_SOURCES, _CHAIN_SOURCES = frozenset({GrowthSource.MODEL, GrowthSource.NGRAM}), frozenset({GrowthSource.MODEL})
+
+
+@dataclass(kw_only=True)
+class DraftPeer:
+    """One draft worker's link and its sessions; one that drains takes no new ones."""
+
+    worker_id: str
+    link: DraftLink
+    places: SharedPlaces
+    sources: frozenset[GrowthSource]
+    sessions: set[int] = field(default_factory=set)
+    is_draining: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """True if one more session may be placed here."""
+        return not self.is_draining and len(self.sessions) < self.places.limits.max_sessions
+
 
 class Drafts:
-    """Draft workers and their sessions.
-
-    Args:
-        config: see there.
-        sessions: by session id; a live view.
-        targets: by worker id; a live view.
-
-    Attributes:
-        peers: by worker id.
-    """
+    """Draft workers by id (`peers`), and their sessions. Sessions and targets are live views, by id."""
 
     def __init__(
         self,
@@ -39,24 +57,22 @@ class Drafts:
         targets: Mapping[str, TargetPeer],
     ) -> None:
         self.peers: dict[str, DraftPeer] = {}
-        self._sessions, self._targets = sessions, targets
-        self._shared: dict[str, SharedPlaces] = {}
-        self._places = DraftPlaces(config, self.peers, sessions, targets)
+        self._config, self._sessions, self._targets = config, sessions, targets
+
+    # -------------------------------------------------------------------------------------------------------- workers
 
     def add(self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, sources: Iterable[int]) -> None:
         """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
         known = sources_from_proto(sources, default=(GrowthSource.MODEL,))
-        places = self._shared[worker_id] = SharedPlaces(limits)
-        self.peers[worker_id] = DraftPeer(worker_id=worker_id, link=link, limits=places.limits, sources=known)
+        places = SharedPlaces(limits)
+        self.peers[worker_id] = DraftPeer(worker_id=worker_id, link=link, places=places, sources=known)
         self.assign_all()
 
     def remove(self, worker_id: str) -> None:
         """A draft worker is gone: what it has grown stays, its sessions go to another if there is one."""
         peer = self.peers.pop(worker_id, None)
-        if peer is None:
-            return
-        del self._shared[worker_id]
-        self._take_from(peer, [self._sessions[session_id] for session_id in peer.sessions])
+        if peer is not None:
+            self._take_from(peer, [self._sessions[session_id] for session_id in peer.sessions])
 
     def drain(self, worker_id: str) -> bool:
         """Whether this is a draft; if so it loses its sessions, and gets no new ones."""
@@ -72,25 +88,131 @@ class Drafts:
 
     def _take_from(self, peer: DraftPeer, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            self._places.leave(session, peer.worker_id)
+            self._leave(session, peer.worker_id)
         peer.sessions.clear()
-        self._places.assign_all(sessions)
+        self._assign_all(sessions)
 
     def hear(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
         """A worker's heartbeat; one that is no draft is not meant."""
         peer = self.peers.get(worker_id)
-        if peer is not None and self._shared[worker_id].hear(load, len(peer.sessions)):
+        if peer is not None and peer.places.hear(load, len(peer.sessions)):
             self.assign_all()
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
     def assign(self, session: Session) -> None:
         """Gives a session the drafts that it lacks, as far as there is room."""
-        self._places.assign(session)
+        self._assign(session, self._kinds())
 
     def assign_all(self) -> None:
         """The same for all that are placed at a target."""
-        self._places.assign_all(session for target in self._targets.values() for session in target.sessions.values())
+        self._assign_all(session for target in self._targets.values() for session in target.sessions.values())
+
+    def _assign_all(self, sessions: Iterable[Session]) -> None:
+        """Those without any draft come first."""
+        kinds = self._kinds()
+        for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
+            self._assign(session, kinds)
+            is_left_out = not session.draft_epochs and not session.refused_by and self._wanted(session)
+            if is_left_out and self._sources(session) == _DRAFT_SOURCES:
+                # There is no place anywhere: to look through all sessions once is enough.
+                return
+
+    def _kinds(self) -> set[frozenset[GrowthSource]]:
+        """What drafts grow by, each combination once."""
+        return {peer.sources for peer in self.peers.values()}
+
+    def _assign(self, session: Session, kinds: Collection[frozenset[GrowthSource]]) -> None:
+        wanted = self._wanted(session)
+        if not wanted or (len(kinds) == 1 and len(session.draft_epochs) >= wanted and not session.refused_by):
+            return
+        has_one = session.mode is SpeculationMode.SYNC or session.is_chain
+        for source in sorted(self._sources(session) & frozenset().union(*kinds)):
+            while self._count(session, source) < wanted and not (has_one and session.draft_epochs):
+                if None not in session.places:
+                    return
+                peers = self._open_to(session, source)
+                if peers:
+                    peer = min(peers, key=lambda peer: len(peer.sessions))
+                elif self._count(session, source) or (peer := self._reclaim(session, source)) is None:
+                    break
+                self._open(session, peer, source)
+
+    def _open(self, session: Session, peer: DraftPeer, source: GrowthSource) -> None:
+        """Have a draft grow a session by this source, and by others as far as there are places."""
+        own = self._sources(session)
+        ranked = sorted(
+            (other for other in own & peer.sources if Drafter(peer.worker_id, other) not in session.refused_by),
+            key=lambda other: (other is not source, other),
+        )
+        sources = ranked[: session.places.count(None)]
+        # Together the places of a session hold no more than the target's pool.
+        of_place = self._config.max_live_nodes // min(self._wanted(session) * len(own), PLACES)
+        max_depth = session.request.max_depth
+        if session.mode is SpeculationMode.ASYNC:
+            # Growth goes on below a tree that is being verified, and below the target's own token after it: with a
+            # tree's own depth a draft would stand still, once it is as deep as that, until the answer is there.
+            max_depth = 2 * (max_depth + 1)
+        opening = session.opening(max_live_nodes=max(of_place, 1) * len(sources), max_depth=max_depth, sources=sources)
+        places = session.join_draft(peer.worker_id, opening.epoch, sources)
+        peer.sessions.add(session.session_id)
+        self._tell(session, places, target_pb2.PLACE_CHANGE_TAKEN)
+        peer.link.open_session(opening)
+
+    def _leave(self, session: Session, worker_id: str) -> None:
+        """A draft grows a session's tree no more."""
+        self._tell(session, session.leave_draft(worker_id), target_pb2.PLACE_CHANGE_LEFT)
+
+    def _tell(self, session: Session, places: Iterable[int], change: target_pb2.PlaceChange) -> None:
+        """Tell a session's target, if it is open at one, what has become of places."""
+        if (target := self._targets.get(session.target_id or "")) is not None:
+            for place in places:
+                target.change_place(session, place, change)
+
+    def _wanted(self, session: Session) -> int:
+        """Drafts for each source."""
+        if session.mode is SpeculationMode.OFF:
+            return 0
+        if session.mode is SpeculationMode.SYNC or session.is_chain:
+            return 1
+        return self._config.drafts_per_session
+
+    @staticmethod
+    def _sources(session: Session) -> frozenset[GrowthSource]:
+        """Those of drafts that have something to say to it."""
+        return session.request.sources & (_CHAIN_SOURCES if session.is_chain else _DRAFT_SOURCES)
+
+    @staticmethod
+    def _count(session: Session, source: GrowthSource) -> int:
+        """Drafts that grow a session's tree by this source."""
+        return sum(drafter is not None and drafter.source is source for drafter in session.places)
+
+    def _open_to(self, session: Session, source: GrowthSource) -> list[DraftPeer]:
+        return [
+            peer
+            for worker_id, peer in self.peers.items()
+            if source in peer.sources
+            and peer.has_room
+            and Drafter(worker_id, source) not in session.refused_by
+            and worker_id not in session.draft_epochs
+        ]
+
+    def _reclaim(self, session: Session, source: GrowthSource) -> DraftPeer | None:
+        """A place for a session without any draft of this source, of one that has several; None where there is none."""
+        if self._config.drafts_per_session == 1:
+            return None
+        for worker_id, peer in self.peers.items():
+            if Drafter(worker_id, source) in session.refused_by or source not in peer.sources:
+                continue
+            for session_id in peer.sessions:
+                other = self._sessions[session_id]
+                own = {drafter.source for drafter in other.drafters_of(worker_id)}
+                if source in own and all(self._count(other, each) > 1 for each in own):
+                    peer.link.close_session(session_id, other.draft_epochs[worker_id])
+                    self._leave(other, worker_id)
+                    peer.sessions.discard(session_id)
+                    return peer
+        return None
 
     def let_go(self, session: Session) -> bool:
         """Takes a session's places away, and closes it at its drafts; whether it had one."""
@@ -100,7 +222,7 @@ class Drafts:
             peer.link.close_session(session.session_id, epoch)
         had_draft = bool(session.draft_epochs)
         for worker_id in list(session.draft_epochs):
-            self._places.leave(session, worker_id)
+            self._leave(session, worker_id)
         return had_draft
 
     def speculating(self) -> tuple[int, int]:
@@ -147,8 +269,8 @@ class Drafts:
         logger.info("draft %s gave up session %d: %s", worker_id, session_id, fault.message, extra=session.ids)
         peer.sessions.discard(session_id)
         if fault.kind is FaultKind.NO_ROOM:
-            self._shared[worker_id].note_refusal(len(peer.sessions))
+            peer.places.note_refusal(len(peer.sessions))
         else:
             session.refused_by.add(min(session.drafters_of(worker_id)))
-        self._places.leave(session, worker_id)
-        self._places.assign(session)
+        self._leave(session, worker_id)
+        self.assign(session)

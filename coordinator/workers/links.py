@@ -3,56 +3,15 @@
 from collections.abc import Callable
 from enum import IntEnum
 
-import grpc
 from google.protobuf.message import Message
 
 from outrider import tracing
-from outrider.coordinator.sessions.messages import (
-    Commits,
-    FaultKind,
-    GrowthBatch,
-    RoundResults,
-    SessionFault,
-    SessionOpening,
-    TokenLogprobs,
-)
-from outrider.coordinator.workers.answers import check_report, check_results
-from outrider.coordinator.workers.growth import growth_batch
+from outrider.coordinator.sessions.messages import GrowthBatch, RoundResults, SessionFault
+from outrider.coordinator.workers.answers import check_report, check_results, growth_batch
 from outrider.coordinator.workers.worker_link import WorkerLink
-from outrider.drafting.growth_source import ALL_SOURCES, sources_to_proto
-from outrider.sampling import MODE_NUMBERS
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire import floats_from_bytes, uints_to_bytes
-
-_FAULT_KINDS = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FaultKind.NO_ROOM,
-    grpc.StatusCode.INVALID_ARGUMENT.value[0]: FaultKind.REFUSED,
-    grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
-    grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
-}
-
-
-def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
-    """The message that opens a session at a worker."""
-    return common_pb2.SessionOpen(
-        session_id=opening.session_id,
-        epoch=opening.epoch,
-        prompt=uints_to_bytes(opening.prompt),
-        output=uints_to_bytes(opening.output),
-        sampling=opening.sampling.to_proto(),
-        limits=common_pb2.SpeculationLimits(
-            mode=MODE_NUMBERS[opening.mode],
-            max_live_nodes=opening.max_live_nodes,
-            max_depth=opening.max_depth,
-            max_nodes=opening.max_nodes,
-            sync_wait_ms=round(opening.sync_wait_ms),
-        ),
-        traceparent=opening.traceparent,
-        weights=opening.weights,
-        sources=() if opening.sources == ALL_SOURCES else sources_to_proto(opening.sources),
-    )
 
 
 def _check_readable(message: Message | None) -> None:
@@ -62,11 +21,7 @@ def _check_readable(message: Message | None) -> None:
 
 
 class TargetLink(WorkerLink[target_pb2.RoundCommands]):
-    """The stream to one target worker: commands go out, results come in, and neither answers the other.
-
-    Args:
-        vocab_size: tokens of the target's model.
-    """
+    """The stream to one target worker: commands go out, results come in, and neither answers the other."""
 
     def __init__(
         self,
@@ -84,9 +39,9 @@ class TargetLink(WorkerLink[target_pb2.RoundCommands]):
         metadata = tracing.stream_metadata("target", address)
         self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
 
-    def open_session(self, opening: SessionOpening) -> None:
+    def open_session(self, opening: common_pb2.SessionOpen) -> None:
         """Have the worker verify this session from now on."""
-        self._commands(_Part.OPENS).opens.append(opening_to_proto(opening))
+        self._commands(_Part.OPENS).opens.append(opening)
 
     def change_place(self, session_id: int, epoch: int, place: int, change: target_pb2.PlaceChange) -> None:
         """Tell what has become of a draft's place."""
@@ -141,7 +96,7 @@ class TargetLink(WorkerLink[target_pb2.RoundCommands]):
             if response.report.step_ns:
                 self.step_latency.observe(response.report.step_ns)
             self._received += 1
-            self._on_results(_round_results(response, self._received))
+            self._on_results(RoundResults(response, self._received))
 
 
 class _Part(IntEnum):
@@ -154,53 +109,11 @@ class _Part(IntEnum):
     CLOSES = 4
 
 
-def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResults:
-    report = response.report
-    return RoundResults(
-        session_ids=response.session_ids,
-        epochs=response.epochs,
-        token_counts=response.token_counts,
-        tokens=response.tokens,
-        accepted_counts=response.accepted_counts,
-        selected_counts=response.selected_counts,
-        selected_by_source=response.selected_by_source,
-        grown_by_source=response.grown_by_source,
-        accepted_sources=response.accepted_sources,
-        finishes=response.finishes,
-        cached_tokens=response.cached_tokens,
-        lost=response.lost,
-        tree_ends=response.tree_ends,
-        logprobs={entry.row: _logprobs(entry) for entry in response.logprobs},
-        faults=[(error.session_id, error.epoch, _fault(error)) for error in response.errors],
-        step_ns=report.step_ns,
-        forward_ns=report.forward_ns,
-        rows=report.tokens,
-        plain_ns=report.plain_ns,
-        number=number,
-    )
-
-
-def _fault(error: common_pb2.SessionError) -> SessionFault:
-    return SessionFault(kind=_FAULT_KINDS.get(error.code, FaultKind.LOST), message=error.message)
-
-
-def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
-    token_logprobs = floats_from_bytes(entry.token_logprobs).tolist()
-    count = len(token_logprobs)
-    top = floats_from_bytes(entry.top_logprobs).reshape(count, entry.top_count).tolist()
-    ids = list(entry.top_token_ids)
-    rows = [ids[start : start + entry.top_count] for start in range(0, count * entry.top_count, entry.top_count or 1)]
-    return TokenLogprobs(token_logprobs=token_logprobs, top_token_ids=rows or [[]] * count, top_logprobs=top)
-
-
 class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
     """The stream to one draft worker. Nothing sent here is ever waited for.
 
     Growth that no target would take ends the stream: a broken draft costs its own sessions their speed, not their
     requests, which a target would refuse.
-
-    Args:
-        vocab_size: tokens of the draft's model.
     """
 
     # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
@@ -224,22 +137,17 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
         metadata = tracing.stream_metadata("draft", address)
         self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate(metadata=metadata))
 
-    def open_session(self, opening: SessionOpening) -> None:
+    def open_session(self, opening: common_pb2.SessionOpen) -> None:
         """Asks the worker to grow this session's tree from now on."""
         commands = self._commands()
         if commands.close_session_ids:
             # Within a message openings come first: the room that a close makes would not be there yet.
             commands = self._begin()
-        commands.opens.append(opening_to_proto(opening))
+        commands.opens.append(opening)
 
-    def commit(self, commits: Commits) -> None:
+    def commit(self, commits: draft_pb2.CommitBatch) -> None:
         """Tells the worker what was committed, now; what was to be sent before leaves with it."""
-        batch = self._commands().commits
-        batch.session_ids.extend(commits.session_ids)
-        batch.epochs.extend(commits.epochs)
-        batch.positions.extend(commits.positions)
-        batch.token_counts.extend(commits.token_counts)
-        batch.tokens.extend(commits.tokens)
+        self._commands().commits.MergeFrom(commits)
         self._flush()
 
     def ask_again(self, session_id: int, epoch: int) -> None:
@@ -269,6 +177,6 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
             if message.report.step_ns:
                 self.step_latency.observe(message.report.step_ns)
             for error in message.errors:
-                self._on_fault(error.session_id, error.epoch, _fault(error))
+                self._on_fault(error.session_id, error.epoch, SessionFault.of(error))
             if message.session_ids:
                 self._on_growth(growth_batch(message, self._vocab_size))

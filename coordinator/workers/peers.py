@@ -9,17 +9,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from outrider import request_decoding, rpc
 from outrider.addresses import Resolve
-from outrider.coordinator.api.unknown_fields import unknown_fields
-from outrider.errors import FieldViolation, InvalidRequest
+from outrider.coordinator.api.field_checks import abort_unless_known
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import peer_pb2, peer_pb2_grpc
+
+if TYPE_CHECKING:
+    from outrider.coordinator.api.generations import Generations
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +37,6 @@ _RESOLVE_TIMEOUT_S = 5.0
 
 Key = tuple[str, str]
 """Caller and request id."""
-
-
-class LiveRequests(Protocol):
-    """Those of one coordinator."""
-
-    def seed_of(self, key: Key) -> int | None:
-        """Of a live request; None where there is none."""
-
-    def end(self, key: Key, reason: str) -> bool:
-        """Ends a live request; False where there is none."""
-        ...
 
 
 class _Peer:
@@ -85,7 +76,6 @@ class Peers:
     Args:
         incarnation: of this coordinator, which may stand in the list itself, by whatever name.
         resolve: gives the list, asked every second; None: there are no others.
-        tls: own proof.
     """
 
     def __init__(self, *, incarnation: int, resolve: Resolve | None = None, tls: TlsConfig | None = None) -> None:
@@ -161,10 +151,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
     Args:
         incarnation: of this coordinator; what it asks itself is answered with nothing.
-        live: its requests.
     """
 
-    def __init__(self, live: LiveRequests, *, incarnation: int) -> None:
+    def __init__(self, live: "Generations", *, incarnation: int) -> None:
         self._live, self._incarnation = live, incarnation
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -173,7 +162,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
     async def Find(self, request: peer_pb2.FindRequest, context: Any) -> peer_pb2.FindResponse:  # noqa: N802
         """Whether a request runs here."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         seed = None
         if request.incarnation != self._incarnation:
             seed = self._live.seed_of((request.caller, request.request_id))
@@ -181,13 +170,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
     async def End(self, request: peer_pb2.EndRequest, context: Any) -> peer_pb2.EndResponse:  # noqa: N802
         """Ends requests that run here."""
-        await _check_known_fields(request, context)
+        await abort_unless_known(request, context)
         if request.incarnation == self._incarnation:
             return peer_pb2.EndResponse()
         ended = [own for own in request.request_ids if self._live.end((request.caller, own), request.reason)]
         return peer_pb2.EndResponse(request_ids=ended)
-
-
-async def _check_known_fields(request: Any, context: Any) -> None:
-    if unknown := unknown_fields(request):
-        await rpc.abort_with(context, InvalidRequest([FieldViolation(*each) for each in unknown]))

@@ -19,8 +19,6 @@ class RegisteredWorker:
 
     Attributes:
         news: set whenever something below has changed that whoever holds the lease acts upon.
-        is_draining: it has said so.
-        drain_asked: it is to be told to drain.
         has_left: it drained, and nothing of this coordinator's is left there: its end is no loss.
         is_overdue: its last heartbeat told of a step that takes too long.
         loss: what its loss says of what it was verifying.

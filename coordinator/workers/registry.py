@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -218,7 +219,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             logger.warning("worker %s left before it was empty", worker.worker_id, extra=worker.ids)
         else:
             pause_s = self._quarantine.note_loss(worker.identity)
-            counts, role = self._scheduler.totals.serving, "target" if worker.is_target else "draft"
+            counts, role = self._scheduler.totals, "target" if worker.is_target else "draft"
             counts.lost_workers[role] += 1
             counts.quarantines[role] += bool(pause_s)
             then = f"; it is left alone for {pause_s:.0f} s" if pause_s else ""
@@ -259,7 +260,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 address,
                 incarnation=self._incarnation,
                 vocab_size=worker.introduction.model.vocab_size,
-                on_results=_bind_first(self._scheduler.relay.take_results, worker.worker_id),
+                on_results=functools.partial(self._scheduler.relay.take_results, worker.worker_id),
                 on_lost=worker.lose,
                 tls=self._config.tls,
             )
@@ -268,8 +269,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 address,
                 incarnation=self._incarnation,
                 vocab_size=worker.introduction.model.vocab_size,
-                on_growth=_bind_first(self._scheduler.relay.take_growth, worker.worker_id),
-                on_fault=_bind_first(self._scheduler.drafts.take_fault, worker.worker_id),
+                on_growth=functools.partial(self._scheduler.relay.take_growth, worker.worker_id),
+                on_fault=functools.partial(self._scheduler.drafts.take_fault, worker.worker_id),
                 on_lost=worker.lose,
                 tls=self._config.tls,
             )
@@ -311,7 +312,3 @@ async def _lost(worker: RegisteredWorker) -> None:
     while not worker.is_lost:
         await worker.until_news()
     raise WorkerUnavailable(worker.lost_reason)
-
-
-def _bind_first(function: Callable[..., None], worker_id: str) -> Callable[..., None]:
-    return lambda *arguments: function(worker_id, *arguments)

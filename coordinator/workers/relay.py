@@ -10,11 +10,11 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.generation import Generation
-from outrider.coordinator.sessions.messages import Commits, FaultKind, GrowthBatch, Outcome, RoundResults, SessionFault
+from outrider.coordinator.sessions.messages import FaultKind, GrowthBatch, Outcome, RoundResults, SessionFault
 from outrider.coordinator.sessions.session import Drafter, Session
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.drafts import Drafts
@@ -22,8 +22,11 @@ from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.drafting.draft_distribution import pack_distributions
 from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.sampling import SpeculationMode
-from outrider.v1 import target_pb2
+from outrider.v1 import draft_pb2, target_pb2
 from outrider.wire import entries_of, floats_to_bytes, rows_of, uints_to_bytes
+
+if TYPE_CHECKING:
+    from outrider.coordinator.sessions.scheduler import Scheduler
 
 # Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
 # writes would delay results and growth; what a request gets until it is its turn goes out as one message.
@@ -37,32 +40,8 @@ _ASYNC = SpeculationMode.ASYNC
 _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
 
 
-class SessionOwner(Protocol):
-    """Owner of sessions, which places and ends them: the scheduler."""
-
-    def finish_session(self, session: Session) -> None:
-        """The session has emitted its last token."""
-        ...
-
-    def take_fault(self, session: Session, fault: SessionFault) -> None:
-        """The target has lost or refused the session."""
-        ...
-
-    def note_progress(self, sessions: Sequence[Session]) -> None:
-        """These sessions have emitted tokens, and go on."""
-        ...
-
-
 class Relay:
-    """Hands on growth, commits and tokens.
-
-    Args:
-        sessions: by session id; a live view.
-        targets: by worker id; a live view.
-        drafts: the draft workers.
-        totals: where all is counted.
-        owner: of the sessions.
-    """
+    """Hands on growth, commits and tokens."""
 
     def __init__(
         self,
@@ -70,10 +49,10 @@ class Relay:
         targets: Mapping[str, TargetPeer],
         drafts: Drafts,
         totals: Totals,
-        owner: SessionOwner,
+        scheduler: "Scheduler",
     ) -> None:
         self._sessions, self._targets, self._drafts = sessions, targets, drafts
-        self._totals, self._owner = totals, owner
+        self._totals, self._scheduler = totals, scheduler
         # Requests whose readers wait while there are tokens for them, in the order in which both were so.
         self._line: dict[Generation, None] = {}
         # Of those that are written now, since when.
@@ -87,7 +66,7 @@ class Relay:
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
         """Hand on what a draft has grown; it may be late, for sessions that have ended, or of old epochs."""
         peer, taken = self._drafts.peers.get(worker_id), 0
-        self._totals.serving.grown_nodes += len(growth.node_ids)
+        self._totals.grown_nodes += len(growth.node_ids)
         if peer is None:
             self._totals.dropped_nodes += len(growth.node_ids)
             return
@@ -142,10 +121,6 @@ class Relay:
         if session.tap is not None:
             session.tap.note_growth(drafter.worker_id, growth, number)
 
-    def _open_target(self, session: Session) -> TargetPeer | None:
-        """The target where a session is open; None while it is nowhere, or needs none any more."""
-        return None if session.is_finished else self._targets.get(session.target_id or "")
-
     @staticmethod
     def _tell_changes(target: TargetPeer, session: Session, drafter: Drafter, growth: GrowthBatch, number: int) -> None:
         """Tell a target what a draft says of the trees of the session that it has sent so far."""
@@ -163,13 +138,14 @@ class Relay:
         target, now_ns = self._targets.get(worker_id), clock.now_ns()
         if target is None:
             return
+        message = results.message
         open_sessions = [
             (row, session)
-            for row, (session_id, epoch) in enumerate(zip(results.session_ids[:], results.epochs[:], strict=True))
+            for row, (session_id, epoch) in enumerate(zip(message.session_ids[:], message.epochs[:], strict=True))
             if (session := self._session_of(target, session_id, epoch)) is not None
         ]
         try:
-            self._commit(open_sessions, results)
+            self._commit(open_sessions, message)
         finally:
             # Tokens are kept even if a draft's link fails.
             outcomes = results.outcomes
@@ -198,18 +174,18 @@ class Relay:
                 self._drafts.ask_for_lost(session, outcome.lost)
         target.note_round([session for session, _, _ in taken])
         self._totals.note_round(results, taken, now_ns)
-        self._owner.note_progress([session for session, _, _ in taken])
+        self._scheduler.note_progress([session for session, _, _ in taken])
         for session in [*(one for one, _, _ in taken if not one.generation.times.first_token_ns), *ended]:
             # First tokens are waited for; the end of a request is told behind the tokens of all its choices.
             session.deliver()
         for session in ended:
             self._end(session)
-        for session_id, epoch, fault in results.faults:
-            if (session := self._session_of(target, session_id, epoch)) is not None:
-                self._owner.take_fault(session, fault)
+        for error in results.message.errors:
+            if (session := self._session_of(target, error.session_id, error.epoch)) is not None:
+                self._scheduler.take_fault(session, SessionFault.of(error))
         self._deliver_soon()
 
-    def _commit(self, open_sessions: Sequence[tuple[int, Session]], results: RoundResults) -> None:
+    def _commit(self, open_sessions: Sequence[tuple[int, Session]], results: target_pb2.RoundResults) -> None:
         """Tell drafts what their sessions, each with its row, have got, before anything else is done with it.
 
         A session that has ended with it, perhaps before the last token, is closed there next.
@@ -227,7 +203,7 @@ class Relay:
                     positions.append(position)
         for draft_id, (rows, epochs, positions) in rows_by_draft.items():
             self._drafts.peers[draft_id].link.commit(
-                Commits(
+                draft_pb2.CommitBatch(
                     session_ids=rows_of(results.session_ids, rows),
                     epochs=epochs,
                     positions=positions,
@@ -239,9 +215,9 @@ class Relay:
     def _end(self, session: Session) -> None:
         """See to a session that has ended, as it should or not."""
         if session.result is not None:
-            self._owner.finish_session(session)
+            self._scheduler.finish_session(session)
         elif not session.is_finished:
-            self._owner.take_fault(session, _ENDED)
+            self._scheduler.take_fault(session, _ENDED)
 
     def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
         """The session if it is this target's under this epoch, and goes on."""
@@ -303,7 +279,8 @@ class Relay:
 
     def hold(self, session: Session, *, is_held: bool) -> None:
         """Let a session rest at its target, or go on."""
-        if (target := self._open_target(session)) is not None:
+        target = self._targets.get(session.target_id or "")
+        if target is not None and not session.is_finished:
             target.hold(session, is_held=is_held)
 
 

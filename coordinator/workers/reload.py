@@ -38,10 +38,7 @@ class Reloads:
     """The weights of one coordinator's targets.
 
     Args:
-        scheduler: whose requests wait meanwhile.
-        workers: with a lease; a live view.
         model: that is served: its `weights` are those that the targets run with, for whoever asks.
-        tls: own proof to the targets.
     """
 
     def __init__(

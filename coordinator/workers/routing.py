@@ -11,8 +11,11 @@ Pure: no clock, nothing of the wire.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence, Sized
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.coordinator.workers.target_peer import TargetPeer
 
 # Tokens a block. Shorter beginnings than this are not worth a detour.
 BLOCK_TOKENS = 32
@@ -24,28 +27,6 @@ MOST_REMEMBERED = 50_000
 _MOST_HOLDERS = 8
 # A session that shares its whole prompt goes to a target that has up to this share of its places more in use.
 SLACK = 0.25
-
-
-class Routable(Protocol):
-    """A target, as far as this goes."""
-
-    @property
-    def worker_id(self) -> str:
-        """Unique per process start."""
-        ...
-
-    @property
-    def sessions(self) -> Sized:
-        """Those that it has."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """How many more it takes."""
-        ...
-
-
-Target = TypeVar("Target", bound=Routable)
 
 
 class PrefixRouter:
@@ -60,11 +41,10 @@ class PrefixRouter:
         self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
         """Hash of a beginning -> ids of the targets that were sent it."""
 
-    def choose(self, token_ids: Sequence[int], targets: Sequence[Target]) -> Target:
+    def choose(self, token_ids: Sequence[int], targets: "Sequence[TargetPeer]") -> "TargetPeer":
         """The target for a session, which is remembered there from now on.
 
         Args:
-            token_ids: [tokens] its prompt and what it has put out.
             targets: those with room, at least one.
         """
         keys = block_keys(token_ids)
@@ -111,7 +91,7 @@ def block_keys(token_ids: Sequence[int]) -> list[int]:
     return keys
 
 
-def _load(target: Routable) -> float:
+def _load(target: "TargetPeer") -> float:
     """Share of its places in use."""
     used = len(target.sessions)
     return used / max(1, used + target.room)

@@ -23,7 +23,6 @@ def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
 
     Args:
         most: that the worker takes.
-        load: of its latest heartbeat.
         own: sessions that this coordinator has there now.
     """
     others = load.coordinators - 1
@@ -40,11 +39,8 @@ def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
 class SharedPlaces:
     """The places of one worker.
 
-    Args:
-        limits: as the worker has introduced itself.
-
     Attributes:
-        limits: the same, but with those places only that this coordinator may use now.
+        limits: as the worker has introduced itself, but with those places only that this coordinator may use now.
         is_shared: whether other coordinators use the worker, too.
         has_others: whether others' sessions are there, as far as is known.
     """

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.workers.links import TargetLink
 from outrider.coordinator.workers.shared_places import SharedPlaces
-from outrider.v1 import registry_pb2, target_pb2
+from outrider.v1 import target_pb2
 
 WITHOUT_BOUND = (1 << 31) - 1
 """`allow` of a session that may go as far as it can."""
@@ -27,11 +27,9 @@ class TargetPeer:
 
     Attributes:
         places: sessions that it takes of this coordinator.
-        sessions: by session id.
         suspects: of its sessions, those that are verified alone, one after the other.
         on_trial: the suspect whose turn it is; the others rest.
         last_turn: whose round of its trial was told of last.
-        is_draining: it takes no new sessions.
     """
 
     worker_id: str
@@ -44,24 +42,14 @@ class TargetPeer:
     is_draining: bool = False
 
     @property
-    def limits(self) -> registry_pb2.WorkerLimits:
-        """Of the worker, with those places only that this coordinator may use now."""
-        return self.places.limits
-
-    @property
-    def has_room(self) -> bool:
-        """True if one more session may be placed here."""
-        return self.room > 0
-
-    @property
     def room(self) -> int:
         """Sessions that may still be placed here."""
-        return 0 if self.is_draining else max(0, self.limits.max_sessions - len(self.sessions))
+        return 0 if self.is_draining else max(0, self.places.limits.max_sessions - len(self.sessions))
 
     def open(self, session: Session, *, sync_wait_ms: float) -> None:
         """Give a session its place here, and open it, with the drafts that it has."""
         self.sessions[session.session_id] = session
-        opening = session.opening(max_live_nodes=0, sync_wait_ms=sync_wait_ms)
+        opening = session.opening(sync_wait_ms=sync_wait_ms)
         session.target_id, session.target_epoch, session.is_held = self.worker_id, opening.epoch, False
         self.link.open_session(opening)
         for place, drafter in enumerate(session.places):

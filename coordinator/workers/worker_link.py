@@ -58,11 +58,7 @@ class Begun:
 
 
 class Latency:
-    """A running mean of a time.
-
-    Attributes:
-        mean_ns: in nanoseconds; 0 before the first.
-    """
+    """A running mean of a time."""
 
     def __init__(self) -> None:
         self.mean_ns = 0.0
@@ -117,9 +113,6 @@ class WorkerLink(Generic[CommandsT]):
             # Whatever it is, whoever waits on this link has to hear of it.
             logger.exception("the stream to %s failed", self.address)
             reason = f"{type(error).__name__}: {error}"
-        self._lose(reason)
-
-    def _lose(self, reason: str) -> None:
         if not self.is_lost:
             self.is_lost = True
             self._on_lost(reason)

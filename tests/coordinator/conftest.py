@@ -2,21 +2,30 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.byte_tokenizer import byte_tokenizer
-from tests.coordinator.fake_workers import FakeDraft, FakeTarget, Growth, batch_of, expected_output
+from tests.coordinator.fake_workers import (
+    ENDLESS,
+    FakeDraft,
+    FakeTarget,
+    Growth,
+    batch_of,
+    expected_output,
+    make_request,
+)
 from tests.coordinator.virtual_time import VirtualTimeLoop
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, TokenDelta
 from outrider.coordinator.sessions.scheduler import Scheduler
+from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2
 
 
@@ -28,10 +37,14 @@ class Bench:
         self.limits = registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=64, max_step_tokens=256)
         self.targets: list[FakeTarget] = []
 
-    def add_target(self, name: str = "target", target: FakeTarget | None = None, **options: object) -> FakeTarget:
+    def add_target(
+        self, name: str = "target", target: FakeTarget | None = None, *, rests: bool = False, **options: object
+    ) -> FakeTarget:
         target = target or FakeTarget(**options)  # type: ignore[arg-type]
         target.on_results = lambda results: self.scheduler.relay.take_results(name, results)
         target.on_lost = lambda reason: self.scheduler.remove_target(name, reason)
+        if rests:
+            target.runs.clear()
         self.targets.append(target)
         self.scheduler.add_target(name, target, self.limits)  # type: ignore[arg-type]
         return target
@@ -48,31 +61,49 @@ class Bench:
         """One message of a draft."""
         self.scheduler.relay.take_growth(draft, batch_of(*growths))
 
+    def check_idle(self) -> None:
+        """Nothing runs or waits."""
+        self.check_workers()
+        assert self.scheduler.running_sessions == self.scheduler.waiting_requests == 0
+
     def check_workers(self) -> None:
         """Nobody was told what no worker is to be told."""
         for target in self.targets:
             for error in target.errors:
                 raise error
 
-    async def generate(self, request: GenerationRequest) -> tuple[list[list[int]], GenerationResult]:
-        """Output tokens per choice, and the result."""
-        streams = [TextStream(None) for _ in range(request.n)]
-        generation = self.scheduler.submit(request, streams)
-        outputs: list[list[int]] = [list(request.received.get(index, ())) for index in range(request.n)]
-        result = None
+    def submit(self, request: GenerationRequest, *streams: TextStream) -> Generation:
+        """Of a client who wants no text, unless streams are given."""
+        return self.scheduler.submit(request, streams or [TextStream(None) for _ in range(request.n)])
+
+    def begin(self, number: int = 1, **changes: Any) -> Session:
+        """The session of a request that runs until its test ends."""
+        changes.setdefault("sampling", ENDLESS)
+        (session,) = self.submit(make_request(number, **changes)).sessions
+        return session
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """What a request gives, whose choices all have the tokens that the target would give them alone."""
+        generation = self.submit(request)
+        outputs = [list(request.received.get(index, ())) for index in range(request.n)]
+        results = list[GenerationResult]()
         try:
             async for event in generation:
                 if isinstance(event, TokenDelta):
                     assert event.offset == len(outputs[event.index])
                     outputs[event.index].extend(event.token_ids)
                 elif isinstance(event, GenerationResult):
-                    assert result is None
-                    result = event
+                    results.append(event)
         finally:
             generation.cancel()
             self.check_workers()
-        assert result is not None
-        return outputs, result
+        assert outputs == [expected_output(request)] * request.n
+        (result,) = results
+        return result
+
+    async def generate_all(self, requests: Iterable[GenerationRequest]) -> list[GenerationResult]:
+        """What several give that run together."""
+        return await asyncio.gather(*map(self.generate, requests))
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], Any]]:
@@ -99,32 +130,3 @@ async def bench() -> Bench:
 @pytest.fixture
 def make_bench() -> type[Bench]:
     return Bench
-
-
-@pytest.fixture
-def expect_output() -> Callable[[Sequence[int], SamplingSpec], list[int]]:
-    return expected_output
-
-
-def request_numbered(number: int = 1, **changes: Any) -> GenerationRequest:
-    settings = {
-        "request_id": f"request-{number}",
-        "prompt_token_ids": (number, 2, 3),
-        "sampling": SamplingSpec(max_new_tokens=40),
-    }
-    return GenerationRequest(**settings | changes)
-
-
-@pytest.fixture
-def make_request() -> Callable[..., GenerationRequest]:
-    return request_numbered
-
-
-@pytest.fixture
-def assert_idle() -> Callable[[Bench], None]:
-    def check(bench: Bench) -> None:
-        bench.check_workers()
-        assert bench.scheduler.running_sessions == 0
-        assert bench.scheduler.waiting_requests == 0
-
-    return check

@@ -8,27 +8,36 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 
+from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
-    Commits,
     FaultKind,
+    GenerationRequest,
     GrowthBatch,
     Outcome,
     RoundResults,
     SessionFault,
-    SessionOpening,
     TreeEnd,
 )
+from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.workers.worker_link import Latency
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec, SpeculationMode
-from outrider.v1 import target_pb2
+from outrider.sampling import SamplingSpec
+from outrider.v1 import common_pb2, draft_pb2, target_pb2
 from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes
 
 VOCABULARY = 50
 PLACES = 4
+ENDLESS = SamplingSpec(max_new_tokens=100_000)
+_CODES = {
+    FaultKind.LOST: grpc.StatusCode.NOT_FOUND,
+    FaultKind.NO_ROOM: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FaultKind.REFUSED: grpc.StatusCode.INVALID_ARGUMENT,
+    FaultKind.REPLACED: grpc.StatusCode.ABORTED,
+}
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -36,45 +45,34 @@ def next_token(token_ids: Sequence[int]) -> int:
     return (token_ids[-1] * 7 + len(token_ids) * 3 + token_ids[0]) % VOCABULARY
 
 
-def expected_output(prompt: Sequence[int], sampling: SamplingSpec) -> list[int]:
-    token_ids = list(prompt)
-    while len(token_ids) - len(prompt) < sampling.max_new_tokens:
+def make_request(number: int = 1, *, tokens: int = 40, **changes: Any) -> GenerationRequest:
+    """A request whose prompt no other number has."""
+    settings = {
+        "request_id": f"request-{number}",
+        "prompt_token_ids": (number, 2, 3),
+        "sampling": SamplingSpec(max_new_tokens=tokens),
+    }
+    return GenerationRequest(**settings | changes)
+
+
+def expected_output(request: GenerationRequest) -> list[int]:
+    """What the fake target gives a choice."""
+    token_ids, sampling, begin = list(request.prompt_token_ids), request.sampling, len(request.prompt_token_ids)
+    while len(token_ids) - begin < sampling.max_new_tokens:
         token_ids.append(next_token(token_ids))
         if token_ids[-1] in sampling.stop_token_ids:
             break
-    return token_ids[len(prompt) :]
+    return token_ids[begin:]
 
 
-class Commit(NamedTuple):
-    """Tokens that one session has committed. `position` is the committed length before them."""
-
-    session_id: int
-    epoch: int
-    position: int
-    token_ids: Sequence[int]
-
-
-def commits_by_session(commits: Commits) -> Iterator[Commit]:
-    token_ids = (commits.tokens[span] for span in split_by_counts(commits.token_counts))
-    return map(Commit, commits.session_ids, commits.epochs, commits.positions, token_ids)
+async def tokens_read(generation: Generation) -> list[int]:
+    """All that a client still reads."""
+    return [token async for event in generation for token in getattr(event, "token_ids", ())]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """New nodes of one session's tree from one drafter of a draft worker.
-
-    Attributes:
-        as_of: committed length the draft had applied.
-        node_ids: [n] unique per (worker, source, session, epoch).
-        parents: [n] node id, or 0 for the root at length `as_of`.
-        tokens: [n]
-        acceptance: [n] estimate given that the parent is accepted.
-        distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
-        complete: the round's tree is whole (sync mode).
-        source: of all nodes.
-        forgot: earlier node ids mean nothing any more.
-        again: the live tree, sent again.
-    """
+    """New nodes of one session's tree from one drafter of a draft worker: a part of a `GrowthBatch`."""
 
     session_id: int
     epoch: int
@@ -88,6 +86,21 @@ class Growth:
     source: GrowthSource = GrowthSource.MODEL
     forgot: bool = False
     again: bool = False
+
+
+def growth_of(session: Session, tokens: Sequence[int], *, draft: str = "draft", first: int = 1, **more: Any) -> Growth:
+    """A chain from the session's root."""
+    ids = list(range(first, first + len(tokens)))
+    columns = {
+        "session_id": session.session_id,
+        "epoch": session.draft_epochs[draft],
+        "as_of": len(session.token_ids),
+        "node_ids": ids,
+        "parents": [0, *ids][: len(ids)],
+        "tokens": tokens,
+        "acceptance": [0.5] * len(ids),
+    }
+    return Growth(**columns | more)
 
 
 def batch_of(*growths: Growth) -> GrowthBatch:
@@ -114,9 +127,11 @@ def batch_of(*growths: Growth) -> GrowthBatch:
     )
 
 
-def results_of(outcomes: Sequence[Outcome], **more: Any) -> RoundResults:
-    """Results of several sessions as one message."""
-    return RoundResults(
+def results_of(
+    outcomes: Sequence[Outcome], *, faults: Sequence[tuple[int, int, SessionFault]] = (), number: int = 0, **report: int
+) -> RoundResults:
+    """Results of several sessions as one message; faults as (session id, epoch, why)."""
+    message = target_pb2.RoundResults(
         session_ids=[outcome.session_id for outcome in outcomes],
         epochs=[outcome.epoch for outcome in outcomes],
         token_counts=[len(outcome.token_ids) for outcome in outcomes],
@@ -126,12 +141,22 @@ def results_of(outcomes: Sequence[Outcome], **more: Any) -> RoundResults:
         selected_by_source=[count for outcome in outcomes for count in outcome.selected_by_source],
         grown_by_source=[count for outcome in outcomes for count in outcome.grown_by_source],
         accepted_sources=[sources for outcome in outcomes for sources in outcome.sources],
-        finishes=[outcome.is_over for outcome in outcomes],
+        finishes=[target_pb2.Finish.Name(2 * outcome.is_over) for outcome in outcomes],
         cached_tokens=[outcome.cached_tokens for outcome in outcomes],
         lost=[outcome.lost for outcome in outcomes],
-        tree_ends=[outcome.tree_end for outcome in outcomes],
-        **more,
+        tree_ends=[target_pb2.TreeEnd.Name(outcome.tree_end) for outcome in outcomes],
+        errors=[
+            common_pb2.SessionError(session_id=session_id, epoch=epoch, code=_CODES[kind].value[0], message=message)
+            for session_id, epoch, (kind, message) in faults
+        ],
+        report=common_pb2.StepReport(**report),
     )
+    return RoundResults(message, number)
+
+
+def tokens_of(opening: common_pb2.SessionOpen) -> list[int]:
+    """Prompt and output."""
+    return uints_from_bytes(opening.prompt + opening.output).tolist()
 
 
 def nodes_of(growth: target_pb2.RelayedGrowth) -> tuple[list[int], list[int], list[int]]:
@@ -184,13 +209,16 @@ class Tree(dict[tuple[int, ...], int]):
 class TargetSession:
     """A session as the fake target has it."""
 
-    opening: SessionOpening
-    tokens: list[int]
+    opening: common_pb2.SessionOpen
     allow: int = 1 << 31
     is_alone: bool = False
     complete_at: int = 0
     waits_since: float | None = None
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(PLACES)])
+
+    def __post_init__(self) -> None:
+        self.tokens, self.sampling = tokens_of(self.opening), SamplingSpec.from_proto(self.opening.sampling)
+        self.prompt_length = len(uints_from_bytes(self.opening.prompt))
 
     def tree(self) -> Tree:
         """The nodes to verify."""
@@ -199,8 +227,9 @@ class TargetSession:
             for node in place.nodes.values():
                 if path := node.below(self.tokens):
                     found[path] = found.get(path, 0) | 1 << node.source
-        within = {path: bits for path, bits in found.items() if len(path) <= self.opening.max_depth}
-        return Tree(list(within.items())[: self.opening.max_nodes])
+        limits = self.opening.limits
+        within = {path: bits for path, bits in found.items() if len(path) <= limits.max_depth}
+        return Tree(list(within.items())[: limits.max_nodes])
 
     @property
     def lost(self) -> int:
@@ -254,10 +283,10 @@ class FakeTarget:
 
     # ------------------------------------------------------------------------------------------------------- commands
 
-    def open_session(self, opening: SessionOpening) -> None:
+    def open_session(self, opening: common_pb2.SessionOpen) -> None:
         assert opening.epoch > self._epochs.get(opening.session_id, 0)
         self._epochs[opening.session_id] = opening.epoch
-        self.sessions[opening.session_id] = TargetSession(opening, [*opening.prompt, *opening.output])
+        self.sessions[opening.session_id] = TargetSession(opening)
         self.told.append(f"open {opening.session_id}")
         self.wake()
 
@@ -373,12 +402,12 @@ class FakeTarget:
     def _has_tree(self, session: TargetSession) -> bool:
         """Whether a sync session has the whole tree of its round, or has waited long enough for it."""
         is_grown = any(place.is_taken for place in session.places)
-        if session.opening.mode is not SpeculationMode.SYNC or not is_grown:
+        if session.opening.limits.mode != common_pb2.SPECULATION_MODE_SYNC or not is_grown:
             return True
         if session.complete_at == len(session.tokens):
             session.waits_since = None
             return True
-        loop, wait_s = asyncio.get_running_loop(), session.opening.sync_wait_ms / 1e3
+        loop, wait_s = asyncio.get_running_loop(), session.opening.limits.sync_wait_ms / 1e3
         if session.waits_since is None:
             session.waits_since = loop.time()
             loop.call_later(wait_s, self.wake)
@@ -402,14 +431,9 @@ class FakeTarget:
                 done[session_id] = list(outcomes[-1].token_ids)
         self.rounds.append(done)
         rows = sum(1 + outcome.selected for outcome in outcomes)
+        number = len(self.rounds)
         return results_of(
-            outcomes,
-            faults=faults,
-            step_ns=1000,
-            forward_ns=900,
-            rows=rows,
-            plain_ns=800,
-            number=len(self.rounds),
+            outcomes, faults=faults, number=number, step_ns=1000, forward_ns=900, tokens=rows, plain_ns=800
         )
 
     def choose(self, session: TargetSession) -> int:
@@ -417,13 +441,13 @@ class FakeTarget:
         return next_token(session.tokens)
 
     def _outcome(self, session: TargetSession, tree: Tree) -> Outcome:
-        sampling, path, sources = session.opening.sampling, tuple[int, ...](), list[int]()
+        sampling, path, sources = session.sampling, tuple[int, ...](), list[int]()
         is_over = False
         while not is_over:
             token = self.choose(session)
             session.tokens.append(token)
             path = (*path, token)
-            output = len(session.tokens) - len(session.opening.prompt)
+            output = len(session.tokens) - session.prompt_length
             is_over = token in sampling.stop_token_ids or output >= sampling.max_new_tokens
             if path not in tree:
                 break
@@ -483,23 +507,24 @@ class FakeDraft:
         self._ids = Counter[GrowthSource]()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open_session(self, opening: SessionOpening) -> None:
+    def open_session(self, opening: common_pb2.SessionOpen) -> None:
         assert opening.epoch > self._epochs.get(opening.session_id, 0)
         self._epochs[opening.session_id] = opening.epoch
-        sources = [source for source in self.sources if source in opening.sources]
+        sources = [source for source in self.sources if not opening.sources or source in opening.sources]
         # It has been chosen for something.
         assert sources
-        self.sessions[opening.session_id] = DraftSession(opening.epoch, [*opening.prompt, *opening.output], sources)
+        self.sessions[opening.session_id] = DraftSession(opening.epoch, tokens_of(opening), sources)
         self._later(self._grow(opening.session_id))
 
-    def commit(self, commits: Commits) -> None:
+    def commit(self, commits: draft_pb2.CommitBatch) -> None:
         self.commits += 1
-        for commit in commits_by_session(commits):
+        columns = (commits.session_ids, commits.epochs, commits.positions, split_by_counts(commits.token_counts))
+        for session_id, epoch, position, span in zip(*columns, strict=True):
             # One that was closed with this round hears of it once more.
-            if (session := self.sessions.get(commit.session_id)) is not None:
-                assert (session.epoch, len(session.tokens)) == (commit.epoch, commit.position)
-                session.tokens.extend(commit.token_ids)
-                self._later(self._grow(commit.session_id))
+            if (session := self.sessions.get(session_id)) is not None:
+                assert (session.epoch, len(session.tokens)) == (epoch, position)
+                session.tokens.extend(commits.tokens[span])
+                self._later(self._grow(session_id))
 
     def ask_again(self, session_id: int, epoch: int) -> None:
         assert self.sessions[session_id].epoch == epoch

@@ -13,24 +13,16 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from tests.byte_tokenizer import ALPHABET, byte_tokenizer
-from tests.coordinator.scripted_scheduler import Play, ScriptedScheduler
+from tests.coordinator.scripted_scheduler import Play, ScriptedScheduler, delta, result
+from tests.polling import until
 
 from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.server import HttpServer
 from outrider.coordinator.api.service import GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
-from outrider.coordinator.sessions.messages import (
-    ChoiceResult,
-    FinishReason,
-    GenerationEvent,
-    GenerationRequest,
-    GenerationResult,
-    SpeculationCounts,
-    TokenDelta,
-    TokenLogprobs,
-)
+from outrider.coordinator.sessions.messages import GenerationEvent, GenerationRequest
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, generation_pb2
@@ -40,25 +32,6 @@ _TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 TOKENIZER = TextTokenizer(byte_tokenizer())
 A, B, C = (ALPHABET[char] for char in "abc")
-
-
-def delta(*token_ids: int, text: str = "", index: int = 0, logprobs: TokenLogprobs | None = None) -> TokenDelta:
-    return TokenDelta(index=index, token_ids=token_ids, text=text, offset=0, text_offset=0, logprobs=logprobs)
-
-
-def result(*tokens: int, stop_string: str | None = None) -> GenerationResult:
-    reason = FinishReason.LENGTH if stop_string is None else FinishReason.STOP
-    return GenerationResult(
-        choices=[
-            ChoiceResult(index=i, finish_reason=reason, completion_tokens=count, stop_string=stop_string)
-            for i, count in enumerate(tokens)
-        ],
-        speculation=SpeculationCounts(verify_steps=2, drafted_tokens=9, accepted_tokens=3),
-        queue_s=0.001,
-        ttft_s=0.011,
-        total_s=0.031,
-        cached_tokens=1,
-    )
 
 
 def play_plainly(request: GenerationRequest) -> Sequence[GenerationEvent]:
@@ -144,8 +117,8 @@ async def serving(
     await server.start()
     try:
         yield door
-        async with asyncio.timeout(30):
-            while servicer.generations.live:
-                await asyncio.sleep(0.001)
+        await until(lambda: not servicer.generations.live)
     finally:
         await server.stop()
+        # Connections that a test has closed are gone a turn later.
+        await asyncio.sleep(0)

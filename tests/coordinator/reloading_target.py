@@ -9,7 +9,7 @@ from tests.coordinator.fake_workers import FakeTarget, TargetSession, Trees
 from tests.coordinator.round_servicer import RoundServicer
 
 from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.sessions.messages import FaultKind, RoundResults, SessionOpening
+from outrider.coordinator.sessions.messages import FaultKind, RoundResults
 from outrider.roles.registration import Registration
 from outrider.rpc import RoleServer
 from outrider.tokenizer_hash import tokenizer_hash
@@ -33,7 +33,7 @@ class Speaker(FakeTarget):
         super().__init__(step_s=0.001)
         self.process, self.runs = process, process.runs
 
-    def open_session(self, opening: SessionOpening) -> None:
+    def open_session(self, opening: common_pb2.SessionOpen) -> None:
         super().open_session(opening)
         if opening.weights not in ("", self.process.weights.version):
             self.fail(opening.session_id, FaultKind.REPLACED, "weights were replaced")
@@ -45,7 +45,7 @@ class Speaker(FakeTarget):
         return super().verify(trees, failing)
 
     def choose(self, session: TargetSession) -> int:
-        return said(self.process.weights.version)[(len(session.tokens) - len(session.opening.prompt)) % LENGTH]
+        return said(self.process.weights.version)[(len(session.tokens) - session.prompt_length) % LENGTH]
 
 
 class ReloadingTarget(RoundServicer):

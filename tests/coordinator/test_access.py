@@ -12,36 +12,19 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from tests.coordinator.scripted_scheduler import ScriptedScheduler
+from tests.coordinator.scripted_scheduler import ScriptedScheduler, delta, grpc_door, result
+from tests.polling import until
 
 from outrider.client.errors import error_of
-from outrider.coordinator.api.access import MAX_WATCHES, Access, TokenInterceptor
+from outrider.coordinator.api.access import MAX_WATCHES
 from outrider.coordinator.api.service import SERVICE, GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.sessions import clock
-from outrider.coordinator.sessions.messages import (
-    ChoiceResult,
-    FinishReason,
-    GenerationResult,
-    SpeculationCounts,
-    TokenDelta,
-)
 from outrider.errors import InvalidRequest, Overloaded, Unauthenticated
-from outrider.rpc import RoleServer, open_channel
 from outrider.security.bearer import authorized
 from outrider.security.tokens import TokenEntry, hash_of, new_token
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=100, eos_token_ids=[0])
-RESULT = GenerationResult(
-    choices=[ChoiceResult(index=0, completion_tokens=4, finish_reason=FinishReason.LENGTH)],
-    speculation=SpeculationCounts(verify_steps=1, drafted_tokens=0, accepted_tokens=0),
-    queue_s=0.0,
-    ttft_s=0.0,
-    total_s=0.0,
-    cached_tokens=0,
-)
-FOUR_TOKENS = TokenDelta(index=0, token_ids=(1, 2, 3, 4), text="", offset=0, text_offset=0)
 ALICE, BOB, UNKNOWN = new_token(), new_token(), new_token()
 
 
@@ -79,30 +62,9 @@ class Door:
 @contextlib.asynccontextmanager
 async def serving(path: Path, **alice: int) -> AsyncIterator[Door]:
     write_tokens(path, TokenEntry(name="alice", sha256=hash_of(ALICE), **alice), BOB_ENTRY)
-    scheduler, access = ScriptedScheduler(lambda _: [FOUR_TOKENS, None, RESULT]), Access(path)
-    servicer = GenerationServicer(
-        scheduler,
-        model=MODEL,
-        tokenizer=None,
-        limits=RequestLimits(),
-        server_info=generation_pb2.ServerInfo,
-        access=access,
-    )
-    server = RoleServer(
-        services=[SERVICE.full_name],
-        add_services=servicer.add_to,
-        address="127.0.0.1:0",
-        interceptors=[TokenInterceptor(access)],
-    )
-    await server.start()
-    try:
-        async with open_channel(server.address) as channel:
-            yield Door(channel, scheduler, servicer)
-    finally:
-        await server.stop(grace_s=0)
-    async with asyncio.timeout(30):
-        while servicer._live:
-            await asyncio.sleep(0.01)
+    scheduler = ScriptedScheduler(lambda _: [delta(1, 2, 3, 4), None, result(4)])
+    async with grpc_door(scheduler, model=MODEL, token_file=path) as (channel, servicer):
+        yield Door(channel, scheduler, servicer)
 
 
 BOB_ENTRY = TokenEntry(name="bob", sha256=hash_of(BOB))
@@ -229,9 +191,7 @@ async def test_choices_at_a_time(tokens: Path):
         await refusal(door, ALICE)
         for call in (second, third):
             call.cancel()
-        async with asyncio.timeout(30):
-            while door.servicer._live:
-                await asyncio.sleep(0.01)
+        await until(lambda: not door.servicer.generations.live)
         await door.start(ALICE, n=2)
 
 

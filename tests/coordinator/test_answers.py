@@ -1,12 +1,18 @@
 """Workers' answers that must not be used; each brought a coordinator into trouble before it was refused."""
 
+import json
+import math
+
 import numpy as np
 import pytest
 
-from outrider.coordinator.workers.answers import check_report, check_results, usable_acceptance
-from outrider.coordinator.workers.growth import growth_batch
+from outrider.coordinator.commands.client import status_dict
+from outrider.coordinator.workers.answers import check_load, check_report, check_results, growth_batch
+from outrider.coordinator.workers.registered_worker import RegisteredWorker
+from outrider.draft_worker.service import pack_calibrations
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.growth_source import GrowthSource
-from outrider.v1 import common_pb2, draft_pb2, target_pb2
+from outrider.v1 import common_pb2, draft_pb2, generation_pb2, registry_pb2, target_pb2
 from outrider.wire import MOST_NODES, floats_to_bytes, uints_to_bytes
 
 
@@ -95,7 +101,7 @@ def growth(**changes) -> draft_pb2.DraftGrowth:
         "node_ids": uints_to_bytes([1, 2]),
         "parents": uints_to_bytes([0, 1]),
         "tokens": uints_to_bytes([5, 6]),
-        "acceptance": floats_to_bytes([0.5, 1.5]),
+        "acceptance": floats_to_bytes([-0.5, 1.5]),
     }
     return draft_pb2.DraftGrowth(**columns | changes)
 
@@ -104,7 +110,7 @@ def test_what_a_draft_says_is_taken():
     batch = growth_batch(growth(source=2, again=[True, False]), 100)
     columns = (batch.node_ids, batch.parents, batch.tokens)
     assert [column.tolist() for column in columns] == [[1, 2], [0, 1], [5, 6]]
-    assert batch.acceptance.tolist() == [0.5, 1.0]
+    assert batch.acceptance.tolist() == [0.0, 1.0]
     assert (batch.again, batch.forgot, batch.complete) == ([True, False], [False] * 2, [False] * 2)
     assert batch.source is GrowthSource.NGRAM
     # What a newer worker may say counts as a model's.
@@ -124,7 +130,7 @@ def test_what_a_draft_says_is_taken():
         {"epochs": []},
         {"again": [True]},
         {"forgot": [True] * 3},
-        {"acceptance": floats_to_bytes([0.5, float("nan")])},
+        *({"acceptance": floats_to_bytes([0.5, wrong])} for wrong in (math.nan, math.inf, -math.inf)),
         # A target ends the whole coordinator's stream for any of these.
         {"node_ids": uints_to_bytes([0, 1])},
         {"node_ids": uints_to_bytes([1, 1 << 31])},
@@ -153,9 +159,54 @@ def test_a_long_step_and_a_large_one_are_taken():
     check_report(common_pb2.StepReport(step_ns=10**11, tokens=100_000))
 
 
-def test_estimates_are_numbers_from_0_to_1():
-    values = np.array([0.5, 1.0000001, -0.1], dtype=np.float32)
-    assert usable_acceptance(values).tolist() == [0.5, 1.0, 0.0]
-    for wrong in (np.nan, np.inf, -np.inf):
-        with pytest.raises(ValueError, match="no numbers"):
-            usable_acceptance(np.array([0.5, wrong], dtype=np.float32))
+# ---------------------------------------------------------------------------------------------------------- heartbeats
+
+NO_LOADS = {
+    "busy is no number": {"busy": float("nan")},
+    "busy without end": {"busy": float("inf")},
+    "busy below nothing": {"busy": -0.5},
+    "edges that are none": {"edges": [float("nan")]},
+    "bytes that are no floats": {"edges": b"abc"},
+    "too few hits": {"hits": [1]},
+    "too many bins": {"children": [1, 2, 3]},
+    "estimates of one bin": {"predicted": [0.5]},
+    "estimates that are none": {"predicted": [0.5, float("inf")]},
+}
+
+
+def load(**changes) -> common_pb2.WorkerLoad:
+    """Of a draft that has observed something, two bins."""
+    figures = {"busy": 0.5, "edges": [0.5], "children": [4, 6], "predicted": [0.2, 0.7], "hits": [1, 4]} | changes
+    packed = {
+        name: figures[name] if isinstance(figures[name], bytes) else floats_to_bytes(figures[name])
+        for name in ("edges", "predicted")
+    }
+    found = common_pb2.WorkerLoad(sessions=2, slots_total=100, busy=figures["busy"])
+    found.calibration.edges = packed["edges"]
+    found.calibration.rules.add(
+        rule="coupled", children=figures["children"], hits=figures["hits"], predicted=packed["predicted"]
+    )
+    return found
+
+
+def test_what_drafts_report_is_taken():
+    check_load(load())
+    check_load(common_pb2.WorkerLoad())
+    calibration = AcceptanceCalibration(branching=4)
+    calibration.observe(np.array([0, 1]), 1)
+    packed = pack_calibrations({GrowthSource.MODEL: calibration})
+    assert packed.rules
+    check_load(common_pb2.WorkerLoad(busy=1.0, calibration=packed))
+
+
+@pytest.mark.parametrize("changes", NO_LOADS.values(), ids=NO_LOADS)
+def test_what_no_worker_reports_is_refused_and_not_kept(changes):
+    worker = RegisteredWorker(introduction=registry_pb2.WorkerIntroduction(worker_id="w", role="WORKER_ROLE_DRAFT"))
+    worker.hear(registry_pb2.WorkerReport(load=load()))
+    heard_ns = worker.reported_ns
+    with pytest.raises(ValueError, match=r"busy|calibration|buffer"):
+        worker.hear(registry_pb2.WorkerReport(load=load(**changes)))
+    assert worker.reported_ns == heard_ns
+    status = generation_pb2.WorkerStatus(introduction=worker.introduction, load=worker.load, state=worker.state)
+    shown = json.dumps(status_dict(generation_pb2.ServerInfo(workers=[status])), allow_nan=False)
+    assert json.loads(shown)["workers"][0]["calibration"]["coupled"]["children"] == np.sum([4, 6])

@@ -3,16 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import grpc.aio
 import pytest
 from tests.coordinator.fake_workers import FakeTarget
 from tests.coordinator.round_servicer import RoundServicer
+from tests.coordinator.running import service_running
+from tests.polling import until
 
-from outrider import rpc
-from outrider.coordinator.sessions.messages import RoundResults, SessionOpening
+from outrider.coordinator.sessions.messages import RoundResults
 from outrider.coordinator.workers.links import TargetLink
-from outrider.sampling import SamplingSpec, SpeculationMode
-from outrider.v1 import target_pb2_grpc
+from outrider.sampling import SamplingSpec
+from outrider.v1 import common_pb2, target_pb2_grpc
+from outrider.wire import uints_to_bytes
 
 
 class Wire:
@@ -64,12 +65,9 @@ async def servicer() -> AsyncIterator[RoundServicer]:
 
 @pytest.fixture
 async def port(servicer: RoundServicer) -> AsyncIterator[int]:
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield port
-    await server.stop(0)
+    add = target_pb2_grpc.add_TargetServiceServicer_to_server
+    async with service_running(add, servicer) as address:
+        yield int(address.rpartition(":")[2])
 
 
 async def test_a_target_whose_results_do_not_arrive_any_more_is_lost(port, servicer):
@@ -79,27 +77,14 @@ async def test_a_target_whose_results_do_not_arrive_any_more_is_lost(port, servi
     link = TargetLink(
         await wire.listen(), incarnation=1, vocab_size=50, on_results=results.append, on_lost=lost.set_result
     )
-    link.open_session(
-        SessionOpening(
-            session_id=1,
-            epoch=1,
-            prompt=[1, 2],
-            output=[],
-            sampling=SamplingSpec(max_new_tokens=1 << 20),
-            mode=SpeculationMode.ASYNC,
-            max_live_nodes=0,
-            max_depth=8,
-            max_nodes=8,
-        )
-    )
+    sampling = SamplingSpec(max_new_tokens=1 << 20).to_proto()
+    link.open_session(common_pb2.SessionOpen(session_id=1, epoch=1, prompt=uints_to_bytes([1, 2]), sampling=sampling))
     try:
         async with asyncio.timeout(60):
-            while not results:
-                await asyncio.sleep(0.01)
+            await until(lambda: results)
             wire.cut()
             reason = await lost
-            while servicer.open_streams:
-                await asyncio.sleep(0.01)
+            await until(lambda: not servicer.open_streams)
         assert reason.startswith("UNAVAILABLE")
     finally:
         await link.close()

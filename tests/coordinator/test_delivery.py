@@ -2,18 +2,16 @@
 
 import asyncio
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.coordinator.fake_workers import Growth, results_of
+from tests.coordinator.fake_workers import growth_of, make_request, results_of
 from tests.coordinator.streams import LinkToStream, Stream, settle
 from tests.polling import until
 
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.generation import Generation
 from outrider.coordinator.sessions.messages import (
-    Commits,
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
@@ -26,16 +24,10 @@ from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers import relay
 from outrider.errors import WorkerUnavailable
-from outrider.sampling import SamplingSpec, SpeculationMode
-from outrider.v1 import registry_pb2, target_pb2
+from outrider.sampling import SpeculationMode
+from outrider.v1 import draft_pb2, registry_pb2, target_pb2
 
 LIMITS = registry_pb2.WorkerLimits(max_sessions=50, max_step_tokens=64)
-
-
-def short_request(tokens: int, **options: Any) -> GenerationRequest:
-    return GenerationRequest(
-        request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=tokens), **options
-    )
 
 
 @pytest.fixture
@@ -66,8 +58,8 @@ def a_token_for_all(generation: Generation, token: int = 5, *, is_over: bool = F
 def held(bench: Any, request: GenerationRequest) -> Generation:
     """A request whose target does nothing by itself."""
     bench.limits.max_sessions = 50
-    bench.add_target().runs.clear()
-    return bench.scheduler.submit(request, [TextStream(None) for _ in range(request.n)])
+    bench.add_target(rests=True)
+    return bench.submit(request)
 
 
 class Reader:
@@ -99,9 +91,9 @@ class Reader:
 async def begun(bench: Any, count: int, tokens: int, *, busy: asyncio.Event | None = None) -> list[Reader]:
     """Requests whose readers have their first token, a 4; with `busy` they get no further until it is set."""
     bench.limits.max_sessions = 50
-    bench.add_target().runs.clear()
-    requests = [replace(short_request(tokens), request_id=str(number)) for number in range(count)]
-    readers = [Reader(bench.scheduler.submit(request, [TextStream(None)]), busy=busy) for request in requests]
+    bench.add_target(rests=True)
+    requests = [make_request(number, tokens=tokens) for number in range(count)]
+    readers = [Reader(bench.submit(request), busy=busy) for request in requests]
     await settle()
     bench.scheduler.relay.take_results("target", a_token_each(readers, 4))
     await settle()
@@ -114,22 +106,12 @@ def a_token_each(readers: list[Reader], token: int, *, is_over: bool = False) ->
     return results_of(list(itertools.chain.from_iterable(parts)))
 
 
-def grow(bench: Any, reader: Reader) -> None:
-    """Have the draft of a request grow a node."""
-    (session,) = reader.generation.sessions
-    grown = Growth(
-        session_id=session.session_id, epoch=session.draft_epochs["draft"], as_of=len(session.token_ids),
-        node_ids=[len(session.token_ids)], parents=[0], tokens=[1], acceptance=[0.5],
-    )  # fmt: skip
-    bench.grow("draft", grown)
-
-
 async def test_drafts_hear_before_any_client(bench, happened):
-    generation = held(bench, short_request(4, n=3))
+    generation = held(bench, make_request(tokens=4, n=3))
     draft = bench.add_draft(delay_s=1000.0)
     commit = draft.commit
 
-    def noting(commits: Commits) -> None:
+    def noting(commits: draft_pb2.CommitBatch) -> None:
         happened.append(f"{len(commits.session_ids)} commits")
         commit(commits)
 
@@ -194,10 +176,7 @@ async def test_clients_that_take_their_time_keep_no_others_waiting(bench):
     slow = await slow_readers(bench, busy)
     assert all(reader.outputs == {0: [4, 5]} for reader in slow)
     bench.scheduler.relay.take_results("target", a_token_each(slow, 6))
-    quick = [
-        Reader(bench.scheduler.submit(replace(short_request(4), request_id=f"quick {number}"), [TextStream(None)]))
-        for number in range(20)
-    ]
+    quick = [Reader(bench.submit(make_request(100 + number, tokens=4))) for number in range(20)]
     await settle()
     for token in (4, 5):
         bench.scheduler.relay.take_results("target", a_token_each(quick, token))
@@ -212,7 +191,7 @@ async def test_requests_that_end_while_they_are_written_give_up_their_turns(benc
     monkeypatch.setattr(relay, "_PATIENCE_NS", 10**13)
     busy = asyncio.Event()
     slow = await slow_readers(bench, busy)
-    quick = Reader(bench.scheduler.submit(replace(short_request(4), request_id="quick"), [TextStream(None)]))
+    quick = Reader(bench.submit(make_request(100, tokens=4)))
     await settle()
     for token in (4, 5):
         bench.scheduler.relay.take_results("target", a_token_each([quick], token))
@@ -229,8 +208,9 @@ async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(b
     """While drafts grow, clients are told with pauses; meanwhile rounds go on, and nothing of them is lost."""
     readers = await begun(bench, 50, tokens=7)
     bench.add_draft(delay_s=1000.0)
+    (session,) = readers[0].generation.sessions
     for token in range(5, 11):
-        grow(bench, readers[0])
+        bench.grow("draft", growth_of(session, [1], first=token))
         bench.scheduler.relay.take_results("target", a_token_each(readers, token, is_over=token == 10))
         await settle()
     await until(lambda: all(reader.task.done() for reader in readers))
@@ -241,17 +221,14 @@ async def test_growth_comes_before_clients_who_hear_of_several_rounds_together(b
 def test_log_probabilities_of_several_rounds_stand_behind_each_other():
     def logprobs(*values: float) -> TokenLogprobs:
         own = [[value] for value in values]
-        return TokenLogprobs(token_logprobs=values, top_token_ids=[[1]] * len(values), top_logprobs=own)
+        return TokenLogprobs(token_logprobs=list(values), top_token_ids=[[1]] * len(values), top_logprobs=own)
 
-    both = TokenLogprobs.of([logprobs(-1.0), logprobs(-3.0)])
-    assert list(both.token_logprobs) == [-1.0, -3.0]
-    assert list(both.top_token_ids) == [[1], [1]]
-    assert list(both.top_logprobs) == [[-1.0], [-3.0]]
+    assert TokenLogprobs.of([logprobs(-1.0), logprobs(-3.0)]) == logprobs(-1.0, -3.0)
 
 
 async def test_who_has_not_heard_of_one_round_hears_of_it_before_the_next(bench):
     """Rounds so short that a result is always in before all clients have heard of the last one."""
-    request = short_request(3, mode=SpeculationMode.OFF, n=50)
+    request = make_request(tokens=3, mode=SpeculationMode.OFF, n=50)
     generation = held(bench, request)
     for token in (5, 6, 7):
         bench.scheduler.relay.take_results("target", a_token_for_all(generation, token, is_over=token == 7))
@@ -266,7 +243,7 @@ async def test_who_has_not_heard_of_one_round_hears_of_it_before_the_next(bench)
 
 async def test_the_end_of_a_request_is_told_at_once_and_behind_the_tokens_of_all_choices(bench, happened):
     """Both end in one round: both are delivered whole before the result that ends the request."""
-    generation = held(bench, short_request(1, n=2))
+    generation = held(bench, make_request(tokens=1, n=2))
     bench.scheduler.relay.take_results("target", a_token_for_all(generation, is_over=True))
     assert happened == ["delta 0", "delta 1", "result"]
     assert bench.scheduler.running_sessions == 0
@@ -305,7 +282,7 @@ async def test_commands_of_a_result_are_written_in_the_turn_after_it():
     scheduler, stream = Scheduler(CoordinatorConfig(port=0)), Answering()
     link = LinkToStream(stream, on_results=lambda results: scheduler.relay.take_results("target", results))
     scheduler.add_target("target", link, LIMITS)
-    generation = scheduler.submit(short_request(2, n=2), [TextStream(None), TextStream(None)])
+    generation = scheduler.submit(make_request(tokens=2, n=2), [TextStream(None), TextStream(None)])
     await settle()
     assert len(stream.open) == 2
     for token in (5, 6):
@@ -334,7 +311,7 @@ async def test_a_defect_in_taking_a_result_ends_the_link_and_not_the_loop(caplog
     reasons: list[str] = []
     link = LinkToStream(stream, on_results=take, on_lost=reasons.append)
     scheduler.add_target("target", link, LIMITS)
-    generation = scheduler.submit(short_request(9), [TextStream(None)])
+    generation = scheduler.submit(make_request(tokens=9), [TextStream(None)])
     await settle()
     for token in (5, 6, 7):
         stream.end_round(token)

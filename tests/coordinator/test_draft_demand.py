@@ -1,33 +1,22 @@
 """What the coordinator counts of the worth of drafts: how rounds end, and what draft steps grow."""
 
 import asyncio
-from dataclasses import replace
+from typing import Any
 
-from tests.coordinator.fake_workers import Growth
+from tests.coordinator.fake_workers import growth_of, make_request
 
-from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.draft_demand import DraftDemand
 from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec, SpeculationMode
+from outrider.sampling import SpeculationMode
 
 
-def growth_of(session_id: int, epoch: int, nodes: list[tuple[int, int, int]]) -> Growth:
-    """Nodes as (id, parent, token)."""
-    ids, parents, tokens = zip(*nodes, strict=True) if nodes else ((), (), ())
-    acceptance = [0.5] * len(ids)
-    return Growth(
-        session_id=session_id, epoch=epoch, as_of=3, node_ids=ids, parents=parents, tokens=tokens, acceptance=acceptance
-    )
-
-
-async def test_the_counters_of_a_run_are_those_of_its_rounds(bench, make_request):
+async def test_the_counters_of_a_run_are_those_of_its_rounds(bench):
     target = bench.add_target(step_s=0.002)
     bench.add_draft(accuracy=0.7, delay_s=0.004)
-    requests = [make_request(number) for number in range(1, 5)]
-    results = await asyncio.gather(*(bench.generate(request) for request in requests))
+    results = await bench.generate_all(make_request(number) for number in range(1, 5))
     demand = bench.scheduler.totals.demand.message(sessions=0, undrafted_sessions=0)
     assert demand.tokens_total == 4 * 40
-    assert demand.rounds_total == sum(result.speculation.verify_steps for _, result in results)
+    assert demand.rounds_total == sum(result.speculation.verify_steps for result in results)
     assert 4 <= demand.bare_rounds_total < demand.rounds_total
     # Of guesses that are right or wrong, and come late.
     assert demand.missed_rounds_total > 0
@@ -42,46 +31,31 @@ async def test_the_counters_of_a_run_are_those_of_its_rounds(bench, make_request
     assert demand.expanded_nodes_total == 6 * demand.draft_steps_total
 
 
-async def test_sessions_without_a_draft_are_counted_and_their_rounds_are_not(bench, make_request):
+async def test_sessions_without_a_draft_are_counted_and_their_rounds_are_not(bench):
     bench.add_target()
-    endless = SamplingSpec(max_new_tokens=1000)
-    modes = (SpeculationMode.OFF, SpeculationMode.ASYNC)
-    generations = [
-        bench.scheduler.submit(make_request(mode=mode, sampling=endless), [TextStream(None)]) for mode in modes
-    ]
+    for mode in (SpeculationMode.OFF, SpeculationMode.ASYNC):
+        bench.begin(mode=mode)
     await asyncio.sleep(0.01)
     assert bench.scheduler.drafts.speculating() == (1, 1)
     totals = bench.scheduler.totals
     assert totals.verify_steps > 0
     assert (totals.demand.rounds, totals.demand.draft_steps) == (0, 0)
-    for generation in generations:
-        generation.cancel()
 
 
-async def test_nodes_below_one_parent_are_one_expansion(bench, make_request):
-    target = bench.add_target()
-    target.runs.clear()
+async def test_nodes_below_one_parent_are_one_expansion(bench):
+    bench.add_target(rests=True)
     bench.add_draft(delay_s=1000.0)
-    generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2)]
-    one, two = (generation.sessions[0] for generation in generations)
-    bench.grow(
-        "draft",
-        growth_of(one.session_id, one.draft_epochs["draft"], [(1, 0, 5), (2, 0, 6), (3, 1, 7)]),
-        growth_of(two.session_id, two.draft_epochs["draft"], [(1, 0, 5), (2, 1, 6)]),
-    )
+    one, two = bench.begin(1), bench.begin(2)
+    bench.grow("draft", growth_of(one, [5, 6, 7], parents=[0, 0, 1]), growth_of(two, [5, 6]))
     demand = bench.scheduler.totals.demand
     assert (demand.draft_steps, demand.grown_sessions, demand.expanded_nodes) == (1, 2, 4)
     # A message without a node is no step's.
-    bench.grow("draft", growth_of(one.session_id, 1, []))
+    bench.grow("draft", growth_of(one, []))
     assert demand.draft_steps == 1
     # Nor is a tree that is sent again, what n-grams grow, or growth of an epoch that has passed.
-    again = growth_of(one.session_id, one.draft_epochs["draft"], [(1, 0, 5)])
-    bench.grow("draft", replace(again, again=True))
-    bench.grow("draft", replace(again, source=GrowthSource.NGRAM))
-    bench.grow("draft", replace(again, epoch=0))
+    for changes in list[dict[str, Any]]([{"again": True}, {"source": GrowthSource.NGRAM}, {"epoch": 0}]):
+        bench.grow("draft", growth_of(one, [5], **changes))
     assert (demand.draft_steps, demand.grown_sessions, demand.expanded_nodes) == (1, 2, 4)
-    for generation in generations:
-        generation.cancel()
 
 
 def test_the_message_has_a_field_for_every_counter():

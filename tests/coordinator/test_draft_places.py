@@ -4,31 +4,18 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.coordinator.fake_workers import Growth, results_of
+from tests.coordinator.fake_workers import ENDLESS, growth_of, make_request, results_of
 
-from outrider.coordinator.sessions.messages import (
-    FaultKind,
-    GenerationRequest,
-    Outcome,
-    SessionFault,
-    SessionOpening,
-    SourceCounts,
-)
+from outrider.coordinator.sessions.messages import FaultKind, Outcome, SessionFault
 from outrider.coordinator.sessions.session import PLACES
-from outrider.coordinator.sessions.text_stream import TextStream
-from outrider.drafting.growth_source import GrowthSource
+from outrider.drafting.growth_source import GrowthSource, to_proto
 from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
-from outrider.v1 import registry_pb2, target_pb2
+from outrider.v1 import common_pb2, registry_pb2, target_pb2
+from outrider.v1.generation_pb2 import SourceStats
 
 MODEL, NGRAM, EAGLE = GrowthSource
-LONG = SamplingSpec(max_new_tokens=100_000)
 REFUSED = SessionFault(kind=FaultKind.REFUSED, message="no")
 REJECTION = SamplingSpec(temperature=1.0, max_new_tokens=100_000, verification=VerificationRule.REJECTION)
-
-
-def make_request(number: int = 1, **changes) -> GenerationRequest:
-    settings = {"request_id": f"r{number}", "prompt_token_ids": (number, 2, 3), "sampling": LONG}
-    return GenerationRequest(**settings | changes)
 
 
 def room_for(count: int) -> registry_pb2.WorkerLimits:
@@ -43,26 +30,19 @@ def held(*drafts) -> list[int]:
     ("changes", "drafts"),
     [
         ({}, 2),
-        ({"sampling": SamplingSpec(temperature=1.0, max_new_tokens=100_000)}, 2),
+        ({"sampling": replace(ENDLESS, temperature=1.0)}, 2),
         ({"mode": SpeculationMode.SYNC}, 1),
         ({"mode": SpeculationMode.OFF}, 0),
-        (
-            {
-                "sampling": SamplingSpec(
-                    temperature=1.0, max_new_tokens=100_000, verification=VerificationRule.REJECTION
-                )
-            },
-            1,
-        ),
+        ({"sampling": REJECTION}, 1),
     ],
 )
 async def test_fixed_trees_and_chains_have_one_draft(make_bench, changes, drafts):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.01)
     workers = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second", "third")]
-    generation = bench.scheduler.submit(make_request(**changes), [TextStream(None)])
+    session = bench.begin(**changes)
     assert sum(held(*workers)) == drafts
-    generation.cancel()
+    session.generation.cancel()
     assert held(*workers) == [0, 0, 0]
 
 
@@ -71,21 +51,21 @@ async def test_a_session_without_a_draft_takes_a_second_place_of_another(make_be
     bench.add_target(step_s=0.01)
     bench.limits = room_for(2)
     drafts = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")]
-    generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2)]
+    sessions = [bench.begin(number) for number in (1, 2)]
     assert held(*drafts) == [2, 2]
-    generations += [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (3, 4)]
+    sessions += [bench.begin(number) for number in (3, 4)]
     # Everybody has one, nobody two, and the drafts were told.
     assert held(*drafts) == [2, 2]
-    assert all(len(generation.sessions[0].draft_epochs) == 1 for generation in generations)
-    generations += [bench.scheduler.submit(make_request(5), [TextStream(None)])]
-    assert not generations[4].sessions[0].draft_epochs
-    for generation in generations[:3]:
-        generation.cancel()
+    assert all(len(session.draft_epochs) == 1 for session in sessions)
+    sessions += [bench.begin(5)]
+    assert not sessions[4].draft_epochs
+    for session in sessions[:3]:
+        session.generation.cancel()
     # The places that are free again: first for who has none, then for second drafts.
     assert held(*drafts) == [2, 2]
-    for generation in generations[3:]:
-        assert len(generation.sessions[0].draft_epochs) == 2
-        generation.cancel()
+    for session in sessions[3:]:
+        assert len(session.draft_epochs) == 2
+        session.generation.cancel()
 
 
 async def test_a_new_draft_goes_to_who_has_none(make_bench):
@@ -93,27 +73,21 @@ async def test_a_new_draft_goes_to_who_has_none(make_bench):
     bench.add_target(step_s=0.01)
     bench.limits = room_for(1)
     first = bench.add_draft("first", delay_s=1000.0)
-    one, two = (bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2))
+    one, two = (bench.begin(number) for number in (1, 2))
     second = bench.add_draft("second", delay_s=1000.0)
-    assert [set(generation.sessions[0].draft_epochs) for generation in (one, two)] == [{"first"}, {"second"}]
+    assert [set(session.draft_epochs) for session in (one, two)] == [{"first"}, {"second"}]
     assert not first.closed and not second.closed
-    for generation in (one, two):
-        generation.cancel()
 
 
-async def test_who_wants_no_draft_or_was_refused_keeps_nobody_from_one(make_bench):
-    bench = make_bench()
+async def test_who_wants_no_draft_or_was_refused_keeps_nobody_from_one(bench):
     bench.add_target(step_s=0.01)
     bench.limits = room_for(2)
     bench.add_draft("first", delay_s=1000.0)
-    requests = [make_request(1, mode=SpeculationMode.OFF), *(make_request(number) for number in (2, 3, 4, 5))]
-    off, refused, second, *others = (bench.scheduler.submit(request, [TextStream(None)]) for request in requests)
-    session = refused.sessions[0]
+    off = bench.begin(1, mode=SpeculationMode.OFF)
+    session, second, *others = (bench.begin(number) for number in (2, 3, 4, 5))
     bench.scheduler.drafts.take_fault("first", session.session_id, session.draft_epochs["first"], REFUSED)
-    second.cancel()
-    assert [len(generation.sessions[0].draft_epochs) for generation in (off, refused, *others)] == [0, 0, 1, 1]
-    for generation in (off, refused, *others):
-        generation.cancel()
+    second.generation.cancel()
+    assert [len(own.draft_epochs) for own in (off, session, *others)] == [0, 0, 1, 1]
 
 
 async def test_who_loses_one_of_two_drafts_keeps_the_other(make_bench):
@@ -125,43 +99,38 @@ async def test_who_loses_one_of_two_drafts_keeps_the_other(make_bench):
         drafts.append(bench.add_draft(name, delay_s=1000.0))
         if name == "first":
             modes = (SpeculationMode.SYNC, SpeculationMode.ASYNC)
-            one, two = (bench.scheduler.submit(make_request(mode=mode), [TextStream(None)]) for mode in modes)
+            one, two = (bench.begin(mode=mode) for mode in modes)
     assert held(*drafts) == [2, 1]
     bench.scheduler.drafts.remove("first")
-    assert not one.sessions[0].draft_epochs
-    assert set(two.sessions[0].draft_epochs) == {"second"}
+    assert not one.draft_epochs
+    assert set(two.draft_epochs) == {"second"}
     assert not drafts[1].closed
-    for generation in (one, two):
-        generation.cancel()
 
 
-async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench, expect_output):
+async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.001)
     bench.add_draft("good", accuracy=1.0, delay_s=0.0)
     bench.add_draft("silent", delay_s=1000.0)
     bench.add_draft("lost", accuracy=0.9)
-    request = make_request(sampling=SamplingSpec(max_new_tokens=200))
-    task = asyncio.create_task(bench.generate(request))
+    task = asyncio.create_task(bench.generate(make_request(tokens=200)))
     await asyncio.sleep(0.02)
     bench.scheduler.drafts.remove("lost")
-    outputs, result = await task
-    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    result = await task
     # The one that speaks is heard, whoever else was asked.
     assert result.speculation.acceptance_length > 1.5
 
 
-async def test_a_session_has_a_draft_of_each_source_that_it_asks_for(make_bench):
-    bench = make_bench()
+async def test_a_session_has_a_draft_of_each_source_that_it_asks_for(bench):
     bench.add_target(step_s=0.01)
     drafts = {"model": [MODEL], "trie": [NGRAM], "another": [MODEL], "both": [MODEL, NGRAM]}
     for name in ("model", "trie", "another"):
         bench.add_draft(name, delay_s=1000.0, sources=drafts[name])
 
     def placed(**changes) -> set[str]:
-        generation = bench.scheduler.submit(make_request(**changes), [TextStream(None)])
-        found = set(generation.sessions[0].draft_epochs)
-        generation.cancel()
+        session = bench.begin(**changes)
+        found = set(session.draft_epochs)
+        session.generation.cancel()
         return found
 
     assert placed() == {"model", "trie"}
@@ -181,48 +150,32 @@ async def test_a_session_has_a_draft_of_each_source_that_it_asks_for(make_bench)
     assert placed() == {"both"}
 
 
-async def test_a_chain_waits_for_a_model_and_keeps_nobody_from_a_trie(make_bench):
-    bench = make_bench()
+async def test_a_chain_waits_for_a_model_and_keeps_nobody_from_a_trie(bench):
     bench.add_target(step_s=0.01)
-    sampling = SamplingSpec(temperature=1.0, max_new_tokens=100_000, verification=VerificationRule.REJECTION)
-    chain, other = (
-        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
-        for number, changes in ((1, {"sampling": sampling}), (2, {}))
-    )
+    chain, other = bench.begin(1, sampling=REJECTION), bench.begin(2)
 
     def placed() -> list[set[str]]:
-        return [set(generation.sessions[0].draft_epochs) for generation in (chain, other)]
+        return [set(session.draft_epochs) for session in (chain, other)]
 
     bench.add_draft("trie", delay_s=1000.0, sources=[NGRAM])
     assert placed() == [set(), {"trie"}]
     bench.add_draft("model", delay_s=1000.0, sources=[MODEL])
     assert placed() == [{"model"}, {"trie", "model"}]
-    for generation in (chain, other):
-        generation.cancel()
 
 
-async def test_who_listens_to_its_target_alone_keeps_nobody_from_a_draft(make_bench):
-    bench = make_bench()
+async def test_who_listens_to_its_target_alone_keeps_nobody_from_a_draft(bench):
     bench.add_target(step_s=0.01)
-    own, all_sources = (
-        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
-        for number, changes in ((1, {"sources": frozenset({EAGLE})}), (2, {}))
-    )
+    own, all_sources = bench.begin(1, sources=frozenset({EAGLE})), bench.begin(2)
     assert bench.scheduler.drafts.speculating() == (1, 1)
     bench.add_draft("late", delay_s=1000.0)
-    assert (set(own.sessions[0].draft_epochs), set(all_sources.sessions[0].draft_epochs)) == (set(), {"late"})
+    assert (set(own.draft_epochs), set(all_sources.draft_epochs)) == (set(), {"late"})
     assert bench.scheduler.drafts.speculating() == (1, 0)
-    for generation in (own, all_sources):
-        generation.cancel()
 
 
-async def test_who_listens_to_tries_alone_lacks_no_model(make_bench):
-    bench = make_bench()
+async def test_who_listens_to_tries_alone_lacks_no_model(bench):
     bench.add_target(step_s=0.01)
-    own, all_sources = (
-        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
-        for number, changes in ((1, {"sources": frozenset({NGRAM})}), (2, {}))
-    )
+    bench.begin(1, sources=frozenset({NGRAM}))
+    bench.begin(2)
     # Only one of the two would have a further model.
     assert bench.scheduler.drafts.speculating() == (1, 1)
     bench.add_draft("model", delay_s=1000.0, sources=[MODEL])
@@ -231,12 +184,9 @@ async def test_who_listens_to_tries_alone_lacks_no_model(make_bench):
     assert bench.scheduler.drafts.speculating() == (2, 0)
     bench.scheduler.drafts.remove("model")
     assert bench.scheduler.drafts.speculating() == (2, 0)
-    for generation in (own, all_sources):
-        generation.cancel()
 
 
-async def test_drafts_hear_what_was_asked_for_and_look_further_than_one_tree(make_bench):
-    bench = make_bench()
+async def test_drafts_hear_what_was_asked_for_and_look_further_than_one_tree(bench):
     bench.add_target(step_s=0.01)
     opened = {}
     for name, sources in (("model", [MODEL]), ("trie", [NGRAM])):
@@ -245,45 +195,42 @@ async def test_drafts_hear_what_was_asked_for_and_look_further_than_one_tree(mak
     sources = frozenset({MODEL, NGRAM})
     for mode, depths in ((SpeculationMode.ASYNC, {"model": 10, "trie": 10}), (SpeculationMode.SYNC, {"model": 4})):
         opened.clear()
-        request = make_request(max_depth=4, sources=sources, mode=mode)
-        generation = bench.scheduler.submit(request, [TextStream(None)])
-        assert {name: opening.max_depth for name, opening in opened.items()} == depths
+        session = bench.begin(max_depth=4, sources=sources, mode=mode)
+        assert {name: opening.limits.max_depth for name, opening in opened.items()} == depths
         # Each is asked for what it has, and gets the credit of its places.
         asked = {"model": {MODEL}, "trie": {NGRAM}}
-        assert {name: opening.sources for name, opening in opened.items()} == {name: asked[name] for name in opened}
-        assert {opening.max_live_nodes for opening in opened.values()} == {128}
-        generation.cancel()
+        assert {name: set(opening.sources) for name, opening in opened.items()} == {
+            name: asked[name] for name in opened
+        }
+        assert {opening.limits.max_live_nodes for opening in opened.values()} == {128}
+        session.generation.cancel()
 
 
-async def test_sources_are_counted_for_the_request_and_for_the_server(make_bench, expect_output):
-    bench = make_bench()
+async def test_sources_are_counted_for_the_request_and_for_the_server(bench):
     bench.add_target(step_s=0.001)
     bench.add_draft("model", accuracy=0.9, delay_s=0.0005)
     bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
-    request = make_request(sampling=SamplingSpec(max_new_tokens=120))
-    outputs, result = await bench.generate(request)
-    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    result = await bench.generate(make_request(tokens=120))
     counted = {own.source: own for own in result.speculation.sources}
     assert set(counted) == {MODEL, NGRAM}
     for own in counted.values():
-        assert own.drafted >= own.accepted > 0
-        assert own.drafted >= own.submitted >= own.accepted
-        assert own.accepted <= result.speculation.accepted_tokens
-    assert sum(own.accepted for own in counted.values()) >= result.speculation.accepted_tokens
+        assert own.drafted_tokens >= own.accepted_tokens > 0
+        assert own.drafted_tokens >= own.submitted_tokens >= own.accepted_tokens
+        assert own.accepted_tokens <= result.speculation.accepted_tokens
+    assert sum(own.accepted_tokens for own in counted.values()) >= result.speculation.accepted_tokens
     assert bench.scheduler.totals.sources.counts() == list(result.speculation.sources)
 
 
-async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
+async def test_what_a_source_is_credited_with_never_goes_down(bench):
     """Whoever reads counters takes less than before for a new start."""
-    bench = make_bench()
     bench.add_target(step_s=0.001)
     bench.add_draft("model", accuracy=0.6, delay_s=0.002)
     bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
-    task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=300))))
-    last: dict[GrowthSource, tuple[int, ...]] = {}
+    task = asyncio.create_task(bench.generate(make_request(tokens=300)))
+    last: dict[int, tuple[int, ...]] = {}
     while not task.done():
         for own in bench.scheduler.totals.sources.counts():
-            counts = (own.drafted, own.submitted, own.accepted)
+            counts = (own.drafted_tokens, own.submitted_tokens, own.accepted_tokens)
             assert all(now >= before for now, before in zip(counts, last.get(own.source, counts), strict=True))
             last[own.source] = counts
         await asyncio.sleep(0.0001)
@@ -293,32 +240,28 @@ async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
 
 async def test_a_draft_that_comes_back_to_a_session_begins_anew(make_bench):
     bench = make_bench(drafts_per_session=2)
-    target = bench.add_target()
-    target.runs.clear()
+    target = bench.add_target(rests=True)
     bench.limits = room_for(1)
     for name in ("first", "second"):
         bench.add_draft(name, delay_s=1000.0)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    (session,) = generation.sessions
-    other = bench.scheduler.submit(make_request(2), [TextStream(None)])
-    ((lost, _),) = other.sessions[0].draft_epochs.items()
+    session = bench.begin()
+    other = bench.begin(2)
+    (lost,) = other.draft_epochs
     (kept,) = session.draft_epochs
-    other.cancel()
+    other.generation.cancel()
     assert set(session.draft_epochs) == {"first", "second"}
     taken, left = target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_LEFT
     (place,) = session.places_of(lost)
     assert session.places_of(kept) == [1 - place]
     told = [(at, change) for session_id, at, change in target.changes if session_id == session.session_id]
     assert told == [(0, taken), (1, taken), (place, left), (place, taken)]
-    generation.cancel()
 
 
 async def test_every_draft_hears_of_every_commit_under_its_own_epoch(make_bench):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.001)
     drafts = {name: bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")}
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    session = generation.sessions[0]
+    session = bench.begin()
     await asyncio.sleep(0.01)
     assert len(session.token_ids) > 8
     for name, draft in drafts.items():
@@ -326,26 +269,24 @@ async def test_every_draft_hears_of_every_commit_under_its_own_epoch(make_bench)
         assert (heard.epoch, heard.tokens) == (session.draft_epochs[name], session.token_ids)
         assert draft.commits == session.verify_steps
     assert len(set(session.draft_epochs.values())) == 2
-    generation.cancel()
 
 
-async def test_what_was_verified_is_counted_for_the_source_that_alone_has_grown(make_bench):
-    bench = make_bench()
+async def test_what_was_verified_is_counted_for_the_source_that_alone_has_grown(bench):
     bench.add_target(step_s=0.001)
     bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
-    _, result = await bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=60)))
+    result = await bench.generate(make_request(tokens=60))
     (own,) = result.speculation.sources
-    assert own.source is NGRAM
-    assert own.drafted > own.submitted > own.accepted > 0
-    assert (own.submitted, own.accepted) == (result.speculation.drafted_tokens, result.speculation.accepted_tokens)
+    assert own.source == NGRAM
+    assert own.drafted_tokens > own.submitted_tokens > own.accepted_tokens > 0
+    assert (own.submitted_tokens, own.accepted_tokens) == (
+        result.speculation.drafted_tokens,
+        result.speculation.accepted_tokens,
+    )
 
 
-async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_drafter_sends(make_bench):
-    bench = make_bench()
-    target = bench.add_target()
-    target.runs.clear()
-    bench.scheduler.submit(make_request(), [TextStream(None)])
-    (session,) = bench.scheduler.sessions
+async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_drafter_sends(bench):
+    bench.add_target(rests=True)
+    session = bench.begin()
     ids = {"session_id": session.session_id, "epoch": session.target_epoch}
     rounds = (
         Outcome(token_ids=[5], grown_by_source=(0, 0, 4), **ids),
@@ -356,61 +297,47 @@ async def test_what_a_drafter_in_the_target_grows_is_counted_as_what_a_workers_d
     )  # fmt: skip
     for outcome in rounds:
         bench.scheduler.relay.take_results("target", results_of([outcome]))
-    assert bench.scheduler.totals.sources.counts() == [SourceCounts(EAGLE, drafted=6, submitted=3, accepted=1)]
+    assert bench.scheduler.totals.sources.counts() == [
+        SourceStats(source=to_proto(EAGLE), drafted_tokens=6, submitted_tokens=3, accepted_tokens=1)
+    ]
 
 
-async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):
-    bench = make_bench()
-    target = bench.add_target()
-    target.runs.clear()
+async def test_each_source_of_a_draft_has_a_place_of_its_own(bench):
+    target = bench.add_target(rests=True)
     draft = bench.add_draft("both", delay_s=1000.0, sources=[MODEL, NGRAM])
-    opened = list[SessionOpening]()
+    opened = list[common_pb2.SessionOpen]()
     open_session = draft.open_session
     draft.open_session = lambda opening: (opened.append(opening), open_session(opening))
-    every, chain = (
-        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
-        for number, changes in ((1, {}), (2, {"sampling": REJECTION}))
-    )
+    every = bench.begin(1)
+    bench.begin(2, sampling=REJECTION)
     assert target.told == ["open 1", "TAKEN 1.0", "TAKEN 1.1", "open 2", "TAKEN 2.0"]
-    assert [opening.sources for opening in opened] == [{MODEL, NGRAM}, {MODEL}]
+    assert [set(opening.sources) for opening in opened] == [{MODEL, NGRAM}, {MODEL}]
     # Together they fill the target's pool, and no more.
-    assert [opening.max_live_nodes for opening in opened] == [256, 256]
+    assert [opening.limits.max_live_nodes for opening in opened] == [256, 256]
     bench.scheduler.drafts.remove("both")
     assert target.told[5:] == ["LEFT 1.0", "LEFT 1.1", "LEFT 2.0"]
-    assert every.sessions[0].places == [None] * PLACES
-    for generation in (every, chain):
-        generation.cancel()
+    assert every.places == [None] * PLACES
 
 
 async def test_a_draft_grows_by_no_more_sources_than_there_are_places(make_bench):
     bench = make_bench(drafts_per_session=4)
-    target = bench.add_target()
-    target.runs.clear()
+    target = bench.add_target(rests=True)
     for name, sources in (("one", [MODEL]), ("two", [MODEL, NGRAM]), ("three", [MODEL, NGRAM])):
         bench.add_draft(name, delay_s=1000.0, sources=sources)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    (session,) = generation.sessions
+    session = bench.begin()
     placed = [(drafter.worker_id, drafter.source) for drafter in session.places if drafter is not None]
     assert placed == [("one", MODEL), ("two", MODEL), ("two", NGRAM), ("three", MODEL)]
-    growth = Growth(
-        session_id=1, epoch=session.draft_epochs["three"], as_of=3, node_ids=[1], parents=[0], tokens=[5],
-        acceptance=[0.5], source=NGRAM,
-    )  # fmt: skip
     # Nobody asked it for this.
-    bench.grow("three", growth)
+    bench.grow("three", growth_of(session, [5], draft="three", source=NGRAM))
     assert (bench.scheduler.totals.dropped_nodes, target.grown) == (1, [])
-    bench.grow("two", replace(growth, epoch=session.draft_epochs["two"]))
+    bench.grow("two", growth_of(session, [5], draft="two", source=NGRAM))
     assert [list(growth.places) for growth in target.grown] == [[2]]
-    generation.cancel()
 
 
-async def test_where_the_model_refuses_a_session_its_ngrams_go_on_and_another_model_takes_the_place(make_bench):
-    bench = make_bench()
-    target = bench.add_target()
-    target.runs.clear()
+async def test_where_the_model_refuses_a_session_its_ngrams_go_on_and_another_model_takes_the_place(bench):
+    target = bench.add_target(rests=True)
     both = bench.add_draft("both", delay_s=1000.0, sources=[MODEL, NGRAM])
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    (session,) = generation.sessions
+    session = bench.begin()
     bench.scheduler.drafts.take_fault("both", session.session_id, session.draft_epochs["both"], REFUSED)
     assert both.sessions[session.session_id].sources == [NGRAM]
     assert session.places == [("both", NGRAM), None, None, None]
@@ -428,17 +355,14 @@ async def test_where_the_model_refuses_a_session_its_ngrams_go_on_and_another_mo
         bench.scheduler.drafts.take_fault(name, session.session_id, session.draft_epochs[name], REFUSED)
     assert session.places == [None] * PLACES
     assert held(both, model) == [1, 1]
-    generation.cancel()
 
 
 async def test_nobody_loses_its_only_trie_with_a_second_model(make_bench):
     bench = make_bench(drafts_per_session=2)
-    bench.add_target().runs.clear()
+    bench.add_target(rests=True)
     for name, sources in (("both", [MODEL, NGRAM]), ("model", [MODEL])):
         bench.limits = room_for(1)
         bench.add_draft(name, delay_s=1000.0, sources=sources)
-    first, second = (bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2))
+    first, second = (bench.begin(number) for number in (1, 2))
     # The second takes the first one's second model, which is not beside its trie.
-    assert [set(generation.sessions[0].draft_epochs) for generation in (first, second)] == [{"both"}, {"model"}]
-    for generation in (first, second):
-        generation.cancel()
+    assert [set(session.draft_epochs) for session in (first, second)] == [{"both"}, {"model"}]

@@ -9,17 +9,16 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from tests.coordinator.http_door import (
-    A,
-    Play,
-    delta,
-    play_plainly,
-    result,
-    serving,
-)
+from tests.coordinator.http_door import A, play_plainly, serving
+from tests.coordinator.running import coordinator_running
+from tests.coordinator.scripted_scheduler import Play, delta, result
+from tests.polling import until
 
 from outrider.coordinator.api.http import server as http_server
 from outrider.coordinator.api.http.server import HttpServer
+from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.errors import CheckpointError
 from outrider.security.certificates import write_development_set
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -31,12 +30,12 @@ async def test_a_client_that_goes_away_ends_its_generation(stream: bool) -> None
     play: Play = lambda _: [delta(A, text="a"), None, result(1)]  # noqa: E731
     async with serving(play) as door:
         _, writer = await door.send("/v1/completions", {"prompt": ["hi", "ho"], "stream": stream})
+        generations = door.scheduler.generations
         async with asyncio.timeout(30):
-            while len(door.scheduler.generations) < 2 or not all(each.played for each in door.scheduler.generations):
-                await asyncio.sleep(0.001)
-            assert not any(each.is_cancelled.is_set() for each in door.scheduler.generations)
+            await until(lambda: len(generations) == 2 and all(each.played for each in generations))
+            assert not any(each.is_cancelled.is_set() for each in generations)
             writer.close()
-            for generation in door.scheduler.generations:
+            for generation in generations:
                 await generation.is_cancelled.wait()
         # The door goes on.
         door.scheduler.play = play_plainly
@@ -191,7 +190,7 @@ async def test_what_comes_before_and_behind_the_content_is_bounded(start: bytes)
                 await asyncio.sleep(0)
                 sent += 4096
             assert not await reader.read()
-        writer.close()
+        writer.transport.abort()
         assert (await door.ask("/health"))[0] == 200
 
 
@@ -200,3 +199,31 @@ async def test_a_port_that_is_taken_says_so() -> None:
         port = int(door.server.address.rpartition(":")[2])
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} for HTTP"):
             HttpServer(None, host="127.0.0.1", port=port)
+
+
+async def test_a_coordinator_has_no_such_door_unless_asked() -> None:
+    async with coordinator_running() as server:
+        assert server.http_address == ""
+
+
+async def test_the_door_of_a_whole_coordinator_from_start_to_stop() -> None:
+    async with (
+        coordinator_running(http_port=0) as server,
+        httpx2.AsyncClient(base_url=f"http://{server.http_address}", verify=False, timeout=60) as client,
+    ):
+        assert (await client.get("/health")).content == b'{"status":"serving"}'
+        assert (await client.get("/metrics")).status_code == 200
+        # Nobody is there to serve it, which both doors say.
+        answer = await client.post("/v1/completions", json={"prompt": "import os"})
+        assert answer.status_code == 503
+        assert b"worker_unavailable" in answer.content
+    async with httpx2.AsyncClient(verify=False, timeout=60) as client:
+        with pytest.raises(httpx2.ConnectError):
+            await client.get(f"http://{server.http_address}/health")
+
+
+async def test_a_template_that_is_none_ends_the_start(tmp_path: Path) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for %}")
+    with pytest.raises(CheckpointError, match="chat template cannot be used"):
+        CoordinatorServer(CoordinatorConfig(port=0, http_port=0, chat_template=template))

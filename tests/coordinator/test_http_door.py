@@ -7,16 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from tests.coordinator.http_door import (
-    TOKENIZER,
-    A,
-    B,
-    C,
-    Play,
-    delta,
-    result,
-    serving,
-)
+from tests.coordinator.http_door import TOKENIZER, A, B, C, serving
+from tests.coordinator.scripted_scheduler import Play, delta, result
 
 from outrider.coordinator.api.http.chat_template import ChatTemplate
 from outrider.coordinator.api.http.fields import Fields
@@ -27,10 +19,10 @@ from outrider.coordinator.sessions.messages import (
     FinishReason,
     GenerationEvent,
     GenerationRequest,
-    RoundRecord,
     TokenLogprobs,
 )
 from outrider.errors import InternalError, WorkerUnavailable
+from outrider.v1.generation_pb2 import Round
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -56,7 +48,8 @@ async def test_whole_completion_and_chat() -> None:
 
 
 async def test_streams_of_one_choice() -> None:
-    play: Play = lambda _: [delta(A, text=""), delta(B, text="ab"), result(2, stop_string="x")]  # noqa: E731
+    ended = result(2, finish_reason=FinishReason.STOP, stop_string="x")
+    play: Play = lambda _: [delta(A, text=""), delta(B, text="ab"), ended]  # noqa: E731
     async with serving(play) as door, door.client() as client:
         options: Any = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
         chunks = [chunk async for chunk in await client.completions.create(prompt="hi", **options)]
@@ -143,9 +136,7 @@ async def test_one_bad_prompt_of_several_ends_them_all_before_anything_is_sent()
 
 async def test_log_probabilities_in_both_shapes() -> None:
     logprobs = TokenLogprobs(
-        token_logprobs=[-0.5, -float("inf")],
-        top_token_ids=[[A, C], [C, A]],
-        top_logprobs=[[-0.5, -1.5], [-0.25, -2.5]],
+        token_logprobs=[-0.5, -float("inf")], top_token_ids=[[A, C], [C, A]], top_logprobs=[[-0.5, -1.5], [-0.25, -2.5]]
     )
     play: Play = lambda _: [delta(A, B, text="ab", logprobs=logprobs), result(2)]  # noqa: E731
     async with serving(play) as door, door.client() as client:
@@ -175,11 +166,8 @@ async def test_log_probabilities_in_both_shapes() -> None:
                 assert [entry.top_logprobs for entry in chunk.choices[0].logprobs.content] == [[], []]
 
 
-def verification(nodes: int, accepted: int) -> RoundRecord:
-    return RoundRecord(
-        index=0, step=1, length=2, result_ns=1, step_ns=1, forward_ns=1, selected=nodes, accepted=accepted,
-        emitted_token_ids=[A], growth=[],
-    )  # fmt: skip
+def verification(nodes: int, accepted: int) -> Round:
+    return Round(selected=nodes, accepted=accepted, emitted_token_ids=[A])
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])

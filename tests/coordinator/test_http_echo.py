@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import openai
 import pytest
-from tests.coordinator.http_door import TOKENIZER, A, B, delta, result, serving
+from tests.coordinator.http_door import TOKENIZER, A, B, serving
+from tests.coordinator.scripted_scheduler import delta, result
 
 from outrider.coordinator.sessions.messages import GenerationEvent, GenerationRequest, TokenLogprobs
 from outrider.errors import Overloaded

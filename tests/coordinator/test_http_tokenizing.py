@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from tests.coordinator.http_door import TOKENIZER, delta, result, serving
+from tests.coordinator.http_door import TOKENIZER, serving
+from tests.coordinator.scripted_scheduler import delta, result
 
 from outrider import __version__
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import openai
 import pytest
-from tests.coordinator.http_door import TOKENIZER, A, Door, Play, delta, result, serving
+from tests.coordinator.http_door import TOKENIZER, A, Door, serving
+from tests.coordinator.scripted_scheduler import Play, delta, result
 from tests.coordinator.test_http_tool_calls import ADD, TEXTS, WEATHER
 
 from outrider.coordinator.api.http.chat_template import ChatTemplate
@@ -32,7 +33,7 @@ def saying(text: str, *, reason: str = "stop") -> Play:
         choice = ended.choices[0]
         assert choice.finish_reason is FinishReason.LENGTH
         if reason == "stop":
-            ended = result(len(parts), stop_string="x")
+            ended = result(len(parts), finish_reason=FinishReason.STOP, stop_string="x")
         return [*(delta(A, text=part) for part in parts), ended]
 
     return play
@@ -131,12 +132,7 @@ async def test_calls_that_are_required_are_held_by_a_grammar() -> None:
         assert (calls[0].function.arguments, choice.finish_reason) == ('{"city": "Bern"}', "stop")
         bad: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(
-                model="tiny",
-                messages=MESSAGES,
-                tools=[bad],
-                tool_choice="required",
-            )
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[bad], tool_choice="required")
         assert caught.value.param == "tools"
 
 

@@ -10,16 +10,15 @@ from typing import Any
 
 import httpx2
 import pytest
+from tests.coordinator.fake_workers import make_request
+from tests.coordinator.running import coordinator_running
 from tests.polling import until
 
 from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.service import GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.live import routes
-from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.sessions.config import CoordinatorConfig
-from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.models import embedded_target_path
 from outrider.security.tokens import TokenEntry, add_token, hash_of, new_token
@@ -131,14 +130,14 @@ async def test_a_demo_sessions_lines_are_all_of_it(bench):
     assert not page.servicer.generations.live
 
 
-async def test_a_demo_session_ends_when_its_reader_goes(bench, assert_idle):
+async def test_a_demo_session_ends_when_its_reader_goes(bench):
     bench.add_target(step_s=0.001)
     page = Page(bench)
     async with page.asking("/live/api/demo", {"max_new_tokens": 512}) as answer:
         await until(lambda: answer.lines)
         assert len(page.servicer.generations.live) == 1
     assert not page.servicer.generations.live
-    assert_idle(bench)
+    bench.check_idle()
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
@@ -161,12 +160,12 @@ async def test_a_request_may_have_its_trees_lines_beside_its_answer(bench, *, is
     assert told["selected"] == finished.spec_draft_tokens
 
 
-async def test_a_running_session_is_listed_and_watched(bench, make_request):
+async def test_a_running_session_is_listed_and_watched(bench):
     bench.add_target(step_s=0.01)
     bench.add_draft()
     page = Page(bench)
     assert (await page.ask("/live/api/sessions")).json["sessions"] == []
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    generation = bench.submit(make_request())
     (entry,) = (await page.ask("/live/api/sessions")).json["sessions"]
     assert entry["request_id"] == "request-1"
     session = generation.sessions[0]
@@ -179,12 +178,12 @@ async def test_a_running_session_is_listed_and_watched(bench, make_request):
     assert gone.status == 404
 
 
-async def test_a_reader_that_reads_nothing_holds_up_nobody_and_sees_the_gap(bench, make_request, monkeypatch):
+async def test_a_reader_that_reads_nothing_holds_up_nobody_and_sees_the_gap(bench, monkeypatch):
     monkeypatch.setattr(routes, "MAX_LINES", 10)
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
     page = Page(bench)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    generation = bench.submit(make_request())
     async with page.asking(f"/live/api/sessions/{generation.sessions[0].session_id}/events") as answer:
         answer.may_send.clear()
         events = [event async for event in generation]
@@ -199,7 +198,7 @@ async def test_a_reader_that_reads_nothing_holds_up_nobody_and_sees_the_gap(benc
     assert len(answer.lines) <= 2 * 10 + 3
 
 
-async def test_with_tokens_the_page_is_open_and_its_data_is_its_owners(bench, make_request, tmp_path):
+async def test_with_tokens_the_page_is_open_and_its_data_is_its_owners(bench, tmp_path):
     file, tokens = tmp_path / "tokens.json", {}
     for name in ("ann", "bob"):
         tokens[name] = new_token()
@@ -211,7 +210,7 @@ async def test_with_tokens_the_page_is_open_and_its_data_is_its_owners(bench, ma
     for path in ("/live/api/sessions", "/live/api/sessions/1/events"):
         assert (await page.ask(path)).status == 401
     assert (await page.ask("/live/api/demo", {})).status == 401
-    generation = bench.scheduler.submit(make_request(caller="ann"), [TextStream(None)])
+    generation = bench.submit(make_request(caller="ann"))
     path = f"/live/api/sessions/{generation.sessions[0].session_id}/events"
     bearer = {name: f"Bearer {token}" for name, token in tokens.items()}
     assert len((await page.ask("/live/api/sessions", authorization=bearer["ann"])).json["sessions"]) == 1
@@ -296,7 +295,7 @@ async def test_demos_that_come_at_once_are_limited(bench, monkeypatch):
     assert [answer.status for answer in answers].count(429) == 3
 
 
-async def test_a_reader_that_is_gone_before_the_first_line_leaves_nothing(bench, assert_idle):
+async def test_a_reader_that_is_gone_before_the_first_line_leaves_nothing(bench):
     bench.add_target(step_s=0.01)
     page = Page(bench)
     for _ in range(routes.MAX_DEMOS + 1):
@@ -304,24 +303,19 @@ async def test_a_reader_that_is_gone_before_the_first_line_leaves_nothing(bench,
             answer.may_send.clear()
             await until(lambda: page.servicer.generations.live)
         assert not page.servicer.generations.live
-    assert_idle(bench)
+    bench.check_idle()
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
 async def test_the_page_is_served_where_it_is_asked_for(*, is_asked_for):
-    config = CoordinatorConfig(port=0, live_page=is_asked_for, http_port=None if is_asked_for else 0)
-    server = CoordinatorServer(config)
-    await server.start()
-    try:
-        async with httpx2.AsyncClient(verify=False) as client:
-            answer = await client.get(f"http://{server.http_address}/live")
-            assert answer.status_code == (200 if is_asked_for else 404)
-            if is_asked_for:
-                assert answer.headers["content-security-policy"].startswith("default-src 'self'")
-                for name in ("main.js", "page.css", "icon.svg"):
-                    found = await client.get(f"http://{server.http_address}/live/static/{name}")
-                    assert found.status_code == 200
-                    assert found.headers["x-content-type-options"] == "nosniff"
-                assert (await client.get(f"http://{server.http_address}/live/static/../routes.py")).status_code == 404
-    finally:
-        await server.stop()
+    options: dict[str, Any] = {"live_page": True} if is_asked_for else {"http_port": 0}
+    async with coordinator_running(**options) as server, httpx2.AsyncClient(verify=False) as client:
+        answer = await client.get(f"http://{server.http_address}/live")
+        assert answer.status_code == (200 if is_asked_for else 404)
+        if is_asked_for:
+            assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+            for name in ("main.js", "page.css", "icon.svg"):
+                found = await client.get(f"http://{server.http_address}/live/static/{name}")
+                assert found.status_code == 200
+                assert found.headers["x-content-type-options"] == "nosniff"
+            assert (await client.get(f"http://{server.http_address}/live/static/../routes.py")).status_code == 404

@@ -7,36 +7,23 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.coordinator.fake_workers import make_request
 
 from outrider.coordinator.live.tap import FORMAT, VERSION, watch
-from outrider.coordinator.sessions.messages import GenerationResult, RoundRecord, TokenDelta
-from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.messages import GenerationResult, TokenDelta
 from outrider.sampling import SpeculationMode
+from outrider.v1.generation_pb2 import Round
 
 
 def as_bytes(token: int) -> bytes:
     return b"%d " % token
 
 
-async def watched_run(bench, request, *, max_lines: int = 100_000, after: int = 0) -> tuple[list[dict[str, Any]], Any]:
-    """The lines of a generation, watched from its start or after so many rounds, and all its events."""
-    generation = bench.scheduler.submit(request, [TextStream(None)])
-    session, events, watcher = generation.sessions[0], [], None
-    assert session.tap is None
-    async for event in generation:
-        events.append(event)
-        if watcher is None and sum(isinstance(each, RoundRecord) for each in events) >= after:
-            watcher = watch(session, as_bytes, max_lines=max_lines)
-    generation.cancel()
-    assert session.tap is None
-    return ([json.loads(line) for line in watcher.take()] if watcher is not None else []), events
-
-
-async def run_from_start(bench, request, **options: Any) -> tuple[list[dict[str, Any]], Any]:
-    generation = bench.scheduler.submit(request, [TextStream(None)])
-    watcher = watch(generation.sessions[0], as_bytes, **options)
+async def run_from_start(bench, request) -> tuple[list[dict[str, Any]], Any]:
+    """The lines of a generation and all its events."""
+    generation = bench.submit(request)
+    watcher = watch(generation.sessions[0], as_bytes, max_lines=100_000)
     events = [event async for event in generation]
-    generation.cancel()
     return [json.loads(line) for line in watcher.take()], events
 
 
@@ -104,7 +91,7 @@ class Follower:
 
 @pytest.mark.parametrize("mode", list(SpeculationMode))
 @pytest.mark.parametrize("accuracy", [0.3, 1.0])
-async def test_lines_add_up_to_the_rounds_figures(bench, make_request, *, mode, accuracy):
+async def test_lines_add_up_to_the_rounds_figures(bench, *, mode, accuracy):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=accuracy)
     bench.add_draft("second", accuracy=0.5)
@@ -123,11 +110,11 @@ async def test_lines_add_up_to_the_rounds_figures(bench, make_request, *, mode, 
     assert lines[-1]["reason"] == "length"
 
 
-async def test_every_round_is_told_as_it_was(bench, make_request):
+async def test_every_round_is_told_as_it_was(bench):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
     lines, events = await run_from_start(bench, make_request(trace=True))
-    rounds = [event for event in events if isinstance(event, RoundRecord)]
+    rounds = [event for event in events if isinstance(event, Round)]
     assert len(rounds) == len(of_kind(lines, "verdict"))
     for record, verdict in zip(rounds, of_kind(lines, "verdict"), strict=True):
         assert (verdict["selected"], len(verdict["accepted"])) == (record.selected, record.accepted)
@@ -143,37 +130,42 @@ async def test_every_round_is_told_as_it_was(bench, make_request):
     assert len(of_kind(lines, "deliver")) == len(deltas)
 
 
-async def test_watching_may_begin_and_end_in_the_middle(bench, make_request):
+async def test_watching_may_begin_and_end_in_the_middle(bench):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
-    lines, events = await watched_run(bench, make_request(trace=True), after=3)
-    verdicts, rounds = of_kind(lines, "verdict"), [event for event in events if isinstance(event, RoundRecord)]
+    generation = bench.submit(make_request(trace=True))
+    (session,), watcher, rounds = generation.sessions, None, list[Round]()
+    async for event in generation:
+        rounds += [event] if isinstance(event, Round) else []
+        if watcher is None and len(rounds) == 3:
+            watcher = watch(session, as_bytes)
+    assert watcher is not None
+    assert session.tap is None
+    verdicts = of_kind(map(json.loads, watcher.take()), "verdict")
     assert 0 < len(verdicts) < len(rounds)
     for record, verdict in zip(rounds[-len(verdicts) :], verdicts, strict=True):
         assert [token for _, token, _ in verdict["emitted"]] == list(record.emitted_token_ids)
         assert verdict["selected"] == record.selected
 
 
-async def test_growth_that_is_sent_again_is_shown_once(bench, make_request):
+async def test_growth_that_is_sent_again_is_shown_once(bench):
     """The target is lost, and the next one is sent the whole tree: watchers have seen all of it."""
     first = bench.add_target("first", step_s=0.005)
     bench.add_draft(accuracy=0.9, delay_s=0.001)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    generation = bench.submit(make_request())
     watcher = watch(generation.sessions[0], as_bytes, max_lines=100_000)
     await asyncio.sleep(0.022)
     bench.add_target("second", step_s=0.005)
     first.is_lost = True
     events = [event async for event in generation]
-    generation.cancel()
     follower = Follower([json.loads(line) for line in watcher.take()])
     assert follower.counts["accepted"] == events[-1].speculation.accepted_tokens
 
 
-async def test_the_tap_goes_with_its_last_watcher(bench, make_request):
+async def test_the_tap_goes_with_its_last_watcher(bench):
     bench.add_target(step_s=0.001)
     bench.add_draft()
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    session = generation.sessions[0]
+    session = bench.begin()
     assert session.tap is None
     first, second = watch(session, as_bytes), watch(session, as_bytes)
     assert session.tap is not None
@@ -182,24 +174,23 @@ async def test_the_tap_goes_with_its_last_watcher(bench, make_request):
     assert session.tap is not None
     second.close()
     assert session.tap is None
-    generation.cancel()
 
 
-async def test_a_request_that_is_cancelled_ends_its_watchers(bench, make_request):
+async def test_a_request_that_is_cancelled_ends_its_watchers(bench):
     bench.add_target(step_s=0.001)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    watcher = watch(generation.sessions[0], as_bytes)
-    generation.cancel()
+    session = bench.begin()
+    watcher = watch(session, as_bytes)
+    session.generation.cancel()
     lines = await watcher.read(timeout_s=30)
     assert json.loads(lines[-1])["reason"] == "cancelled"
     assert watcher.is_ended
     assert await watcher.read(timeout_s=30) == []
 
 
-async def test_what_a_slow_watcher_misses_is_counted_and_made_up_for(bench, make_request):
+async def test_what_a_slow_watcher_misses_is_counted_and_made_up_for(bench):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    generation = bench.submit(make_request())
     slow = watch(generation.sessions[0], as_bytes, max_lines=8)
     whole = watch(generation.sessions[0], as_bytes, max_lines=100_000)
     lines, deltas = [], 0
@@ -222,15 +213,12 @@ async def test_what_a_slow_watcher_misses_is_counted_and_made_up_for(bench, make
     assert lines[-1] == all_lines[-1]
 
 
-async def test_texts_are_whole_characters_and_tokens_without_one_show_their_id(bench, make_request):
+async def test_texts_are_whole_characters_and_tokens_without_one_show_their_id(bench):
     bench.add_target()
     pieces = {1: b"caf", 2: b"\xc3", 3: b"\xa9"}
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    header, tree = map(json.loads, watch(generation.sessions[0], lambda token: pieces.get(token, b"")).take())
+    session = bench.begin()
+    header, tree = map(json.loads, watch(session, lambda token: pieces.get(token, b"")).take())
     assert header["prompt"] == "café"
     assert tree["root"] == [0, 3, "\ufffd"]
-    generation.cancel()
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    _, tree = map(json.loads, watch(generation.sessions[0], lambda token: b"").take())
+    _, tree = map(json.loads, watch(bench.begin(), lambda token: b"").take())
     assert tree["root"] == [0, 3, "⟨3⟩"]
-    generation.cancel()

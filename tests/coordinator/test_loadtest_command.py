@@ -13,10 +13,10 @@ import pytest
 from tests.byte_tokenizer import byte_tokenizer
 
 from outrider import cli
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.server import HttpServer
 from outrider.coordinator.api.service import GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.loadtest import command, running
 from outrider.coordinator.loadtest.http_connection import server_sent_events
 from outrider.coordinator.loadtest.options import LoadtestConfig

@@ -5,6 +5,7 @@ import pytest
 from outrider.coordinator.loadtest import metrics
 from outrider.coordinator.loadtest.lag import ClientLoad, client_figures
 from outrider.coordinator.loadtest.records import RequestRecord, positions, round_times
+from outrider.v1.generation_pb2 import Round
 
 
 def record(**changes) -> RequestRecord:
@@ -108,12 +109,11 @@ def test_positions_count_the_verifications_that_went_so_deep():
 
 
 def test_a_rounds_parts_make_up_the_time_from_result_to_result():
-    # (result, step, forward, nodes, accepted)
-    prefill, second = (100, 80, 70, 0, 0), (290, 110, 90, 5, 2)
+    prefill = Round(result_ns=100, step_ns=80, forward_ns=70)
+    second = Round(result_ns=290, step_ns=110, forward_ns=90)
     (parts,) = round_times([prefill, second])
     assert (parts.forward_ns, parts.host_ns, parts.between_ns) == (90, 20, 80)
-    assert parts.forward_ns + parts.host_ns + parts.between_ns == second[0] - prefill[0]
-    assert (parts.nodes, parts.accepted) == (5, 2)
+    assert parts.forward_ns + parts.host_ns + parts.between_ns == second.result_ns - prefill.result_ns
     figures = metrics.round_shares([record(rounds=[parts])])
     assert figures["traced_rounds"] == 1
     assert figures["round_forward_ms"] == pytest.approx(90e-6)

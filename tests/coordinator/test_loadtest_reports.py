@@ -15,14 +15,7 @@ from outrider.coordinator.loadtest.records import RequestRecord, RoundTime
 from outrider.coordinator.loadtest.running import Run
 from outrider.errors import InvalidRequest, MissingPackage
 
-ROUND = RoundTime(
-    forward_ns=5_000_000,
-    host_ns=1_000_000,
-    between_ns=0,
-    nodes=3,
-    accepted=1,
-    result_ns=9,
-)
+ROUND = RoundTime(forward_ns=5_000_000, host_ns=1_000_000, between_ns=0)
 
 
 def run(*, rate: float = 2.0, speculation: Mode = "async", scale: float = 1.0, cap: int | None = None) -> Run:

@@ -6,13 +6,16 @@ import socket
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
+from tests.coordinator.running import coordinator_running
+from tests.polling import until
 
 from outrider import rpc
 from outrider.client import AsyncClient
@@ -57,20 +60,27 @@ async def coordinators(*configs: CoordinatorConfig) -> AsyncIterator[list[Coordi
 
 
 @contextlib.asynccontextmanager
-async def asks(server: CoordinatorServer) -> AsyncIterator[Peers]:
-    """One that knows the coordinator as its peer."""
+async def asks(listed: Sequence[str], **options: Any) -> AsyncIterator[Peers]:
+    """One that knows these coordinators as its peers."""
 
     async def resolve() -> Sequence[str]:
-        return [server.address]
+        return listed
 
-    asking = Peers(incarnation=1, resolve=resolve)
+    asking = Peers(incarnation=1, resolve=resolve, **options)
     asking.start()
     try:
-        while not asking._peers:
-            await asyncio.sleep(0.01)
+        if not options:
+            await until(lambda: len(asking._peers) == len(listed))
         yield asking
     finally:
         await asking.close()
+
+
+@contextlib.contextmanager
+def mute_peer() -> Iterator[str]:
+    """The address of one that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        yield f"127.0.0.1:{mute.getsockname()[1]}"
 
 
 @pytest_asyncio.fixture
@@ -138,30 +148,20 @@ async def test_other_requests_are_left_alone(stubs):
 
 async def test_a_peer_that_does_not_answer_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        listed = [f"127.0.0.1:{mute.getsockname()[1]}", f"127.0.0.1:{free_port()}"]
-
-        async def resolve() -> Sequence[str]:
-            return listed
-
-        asking = Peers(incarnation=1, resolve=resolve)
-        asking.start()
-        async with asyncio.timeout(30):
-            while len(asking._peers) < 2:
-                await asyncio.sleep(0)
+    with mute_peer() as mute:
+        async with asyncio.timeout(30), asks([mute, f"127.0.0.1:{free_port()}"]) as asking:
             assert await asking.find(("", "r")) is None
             assert all(peer.is_avoided for peer in asking._peers.values())
             assert await asking.end("", ["r"], "it was aborted") == set()
             monkeypatch.setattr(peers, "_ABORT_TIMEOUT_S", 0.05)
             assert await asking.abort("", ["r"], "it was aborted") == set()
-        await asking.close()
 
 
 async def test_an_abort_waits_for_a_peer_that_was_slow(monkeypatch: pytest.MonkeyPatch):
     async with (
         asyncio.timeout(30),
         coordinators(CoordinatorConfig(**WAITS)) as (server,),
-        asks(server) as asking,
+        asks([server.address]) as asking,
         rpc.open_channel(server.address) as channel,
     ):
         call, _ = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
@@ -176,17 +176,9 @@ async def test_an_abort_waits_for_a_peer_that_was_slow(monkeypatch: pytest.Monke
 
 async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        listed = [f"127.0.0.1:{mute.getsockname()[1]}"]
-
-        async def resolve() -> Sequence[str]:
-            return listed
-
-        asking = Peers(incarnation=1, resolve=resolve)
-        asking.start()
-        async with asyncio.timeout(30):
-            while not asking._peers:
-                await asyncio.sleep(0)
+    with mute_peer() as mute:
+        listed = [mute]
+        async with asyncio.timeout(30), asks(listed) as asking:
             finding = asyncio.create_task(asking.find(("", "r")))
             given_up = asyncio.create_task(asking.find(("", "s")))
             await asyncio.sleep(0.1)
@@ -195,14 +187,13 @@ async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(mon
                 await given_up
             listed.clear()
             assert await finding is None
-        await asking.close()
 
 
 async def test_a_peer_that_is_asked_for_too_much_is_asked_again():
     async with (
         asyncio.timeout(30),
         coordinators(CoordinatorConfig(**WAITS)) as (server,),
-        asks(server) as asking,
+        asks([server.address]) as asking,
         rpc.open_channel(server.address) as channel,
     ):
         call, started = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
@@ -224,9 +215,7 @@ async def test_a_list_that_does_not_come_is_asked_for_again(monkeypatch: pytest.
 
     asking = Peers(incarnation=1, resolve=resolve)
     asking.start()
-    async with asyncio.timeout(15):
-        while not asking._peers:
-            await asyncio.sleep(0.01)
+    await until(lambda: asking._peers)
     await asking.close()
 
 
@@ -234,39 +223,27 @@ async def test_peers_are_known_once_certificates_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.02)
-
-    async def resolve() -> Sequence[str]:
-        return ["127.0.0.1:1"]
-
-    asking = Peers(incarnation=1, resolve=resolve, tls=TlsConfig.of_folder(tmp_path, Role.COORDINATOR))
-    asking.start()
-    async with asyncio.timeout(30):
-        while "the list of coordinators cannot be followed" not in caplog.text:
-            await asyncio.sleep(0.01)
+    tls = TlsConfig.of_folder(tmp_path, Role.COORDINATOR)
+    async with asyncio.timeout(30), asks(["127.0.0.1:1"], tls=tls) as asking:
+        await until(lambda: "the list of coordinators cannot be followed" in caplog.text)
         write_development_set(tmp_path, days=1)
-        while not asking._peers:
-            await asyncio.sleep(0.01)
-    await asking.close()
+        await until(lambda: asking._peers)
 
 
 async def test_nobody_is_asked_about_a_request_whose_id_the_http_door_has_made_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
+    with mute_peer() as mute:
 
         async def resolve() -> Sequence[str]:
-            return [f"127.0.0.1:{mute.getsockname()[1]}"]
+            return [mute]
 
-        server = CoordinatorServer(CoordinatorConfig(port=0, http_port=0, target_wait_s=0.05), peers=resolve)
-        await server.start()
-        async with asyncio.timeout(30):
-            while not server._peers._peers:
-                await asyncio.sleep(0.01)
+        async with asyncio.timeout(30), coordinator_running(http_port=0, target_wait_s=0.05, peers=resolve) as server:
+            await until(lambda: server._peers._peers)
             url, body = f"http://{server.http_address}/v1/completions", b'{"prompt": "import os"}'
             # There is no target: it has come as far as that.
             with pytest.raises(urllib.error.HTTPError, match="503"):
                 await asyncio.to_thread(fetch, urllib.request.Request(url, body, {"Content-Type": "application/json"}))
             assert not any(peer.is_avoided for peer in server._peers._peers.values())
-        await server.stop()
 
 
 async def test_a_coordinator_asks_itself_for_nothing():
@@ -294,10 +271,9 @@ async def test_connections_to_a_shared_port_are_spread_and_move_on():
                 return Counter([(await own.stub.GetServerInfo(INFO, timeout=30)).address for own in client._endpoints])
 
             assert set(await answering()) == {server.address for server in servers}
+            taken = int(servers[0].address.rpartition(":")[2])
             with pytest.raises(OSError, match="is the port taken"):
-                CoordinatorServer(
-                    CoordinatorConfig(port=int(servers[0].address.rpartition(":")[2]), shared_port=shared)
-                )
+                CoordinatorServer(CoordinatorConfig(port=taken, shared_port=shared))
             await servers[0].stop()
             async with asyncio.timeout(30):
                 while True:
@@ -335,16 +311,3 @@ async def test_with_certificates_only_coordinators_ask_each_other(tmp_path: Path
 def fetch(url: str | urllib.request.Request) -> bytes:
     with urllib.request.urlopen(url, timeout=30) as response:
         return response.read()
-
-
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"peers": ("nobody",)}, "peers: 'nobody' given, host:port, file:PATH or dns:NAME:PORT needed"),
-        ({"shared_port": 0}, "shared_port: 0 given, 1 to 65535 needed"),
-        ({"shared_http_port": 8000}, "shared_http_port: 8000 given, with http_port needed"),
-    ],
-)
-def test_options_that_cannot_be(options, wrong: str):
-    with pytest.raises(ValueError, match=wrong):
-        CoordinatorConfig(**options)

@@ -1,44 +1,28 @@
 """What passes between drafts and targets: growth one way, what has become of it the other."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.fake_workers import Growth, next_token, nodes_of, results_of
+from tests.coordinator.fake_workers import (
+    expected_output,
+    growth_of,
+    make_request,
+    next_token,
+    nodes_of,
+    results_of,
+    tokens_read,
+)
+from tests.polling import until
 
 from outrider.coordinator.sessions.messages import FaultKind, Outcome
 from outrider.coordinator.sessions.poison import LossKind
 from outrider.coordinator.sessions.session import Session
-from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution, unpack_distributions
 from outrider.drafting.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.wire import floats_from_bytes
-
-LONG = SamplingSpec(max_new_tokens=1000)
-
-
-def begin(bench: Any, make_request: Any, count: int = 1, **changes: Any) -> list[Session]:
-    """Sessions that run."""
-    requests = [make_request(number, **{"sampling": LONG} | changes) for number in range(1, count + 1)]
-    return [bench.scheduler.submit(request, [TextStream(None)]).sessions[0] for request in requests]
-
-
-def growth_of(session: Session, tokens: Sequence[int], *, draft: str = "draft", first: int = 1, **more: Any) -> Growth:
-    """A chain from the session's root."""
-    ids = list(range(first, first + len(tokens)))
-    columns = {
-        "session_id": session.session_id,
-        "epoch": session.draft_epochs[draft],
-        "as_of": len(session.token_ids),
-        "node_ids": ids,
-        "parents": [0, *ids][: len(ids)],
-        "tokens": tokens,
-        "acceptance": [0.5] * len(ids),
-    }
-    return Growth(**columns | more)
 
 
 def right(session: Session, count: int) -> list[int]:
@@ -49,15 +33,14 @@ def right(session: Session, count: int) -> list[int]:
     return tokens[len(session.token_ids) :]
 
 
-async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_request):
-    bench = make_bench()
+async def test_one_message_of_growth_is_one_for_each_target(bench):
     bench.limits.max_sessions = 2
     targets = [bench.add_target(name) for name in ("first", "second")]
     for target in targets:
         target.runs.clear()
     bench.limits.max_sessions = 8
     bench.add_draft(delay_s=1000.0)
-    sessions = begin(bench, make_request, 4)
+    sessions = [bench.begin(number) for number in range(4)]
     trees = [[5, 6], [7], [8, 9, 10], [11]]
     batch = [growth_of(session, tree) for session, tree in zip(sessions, trees, strict=True)]
     bench.grow("draft", *batch)
@@ -80,18 +63,12 @@ async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_req
     assert bench.scheduler.totals.dropped_nodes == 0
 
 
-async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_request):
+async def test_what_comes_with_nodes_is_relayed_with_them(bench):
     """Distributions and whether a tree is whole; of sessions that go on elsewhere, or no more, nothing."""
-    bench = make_bench()
-    target = bench.add_target()
-    target.runs.clear()
+    target = bench.add_target(rests=True)
     bench.add_draft(delay_s=1000.0, sources=[1, 2])
     rejection = SamplingSpec(max_new_tokens=1000, temperature=1.0, verification=VerificationRule.REJECTION)
-    ended, chain, sync = (
-        *begin(bench, make_request),
-        *begin(bench, make_request, sampling=rejection),
-        *begin(bench, make_request, mode=SpeculationMode.SYNC),
-    )
+    ended, chain, sync = bench.begin(), bench.begin(sampling=rejection), bench.begin(mode=SpeculationMode.SYNC)
     drawn = [
         DraftDistribution(np.array([token], dtype=np.uint32), np.array([WEIGHT_SUM], dtype=np.uint32))
         for token in (8, 9)
@@ -112,11 +89,10 @@ async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_reque
     assert bench.scheduler.totals.dropped_nodes == 2
 
 
-async def test_each_draft_hears_what_its_own_sessions_have_got(make_bench, make_request):
-    bench = make_bench()
-    bench.add_target().runs.clear()
+async def test_each_draft_hears_what_its_own_sessions_have_got(bench):
+    bench.add_target(rests=True)
     drafts = {name: bench.add_draft(name, delay_s=1000.0) for name in ("one", "two")}
-    sessions = begin(bench, make_request, 5)
+    sessions = [bench.begin(number) for number in range(5)]
     tokens = [[5, 6], [7], [], [8, 9, 10], [11]]
     outcomes = [
         Outcome(session.session_id, session.target_epoch, own, accepted=max(len(own) - 1, 0), selected=len(own),
@@ -136,11 +112,10 @@ async def test_each_draft_hears_what_its_own_sessions_have_got(make_bench, make_
     assert [session.token_ids[session.prompt_length :] for session in sessions] == told
 
 
-async def test_that_a_draft_has_nothing_to_say_is_told_where_it_ends_a_round(bench, make_request):
-    target = bench.add_target()
-    target.runs.clear()
+async def test_that_a_draft_has_nothing_to_say_is_told_where_it_ends_a_round(bench):
+    target = bench.add_target(rests=True)
     bench.add_draft(delay_s=1000.0)
-    (session,) = begin(bench, make_request, mode=SpeculationMode.SYNC)
+    session = bench.begin(mode=SpeculationMode.SYNC)
     bench.grow("draft", growth_of(session, []))
     assert not target.grown
     bench.grow("draft", growth_of(session, [], complete=True))
@@ -148,11 +123,10 @@ async def test_that_a_draft_has_nothing_to_say_is_told_where_it_ends_a_round(ben
     assert (list(growth.node_counts), list(growth.complete)) == ([0], [True])
 
 
-async def test_growth_that_is_nobodys_is_dropped_and_counted(bench, make_request):
-    target = bench.add_target()
-    target.runs.clear()
+async def test_growth_that_is_nobodys_is_dropped_and_counted(bench):
+    target = bench.add_target(rests=True)
     bench.add_draft(delay_s=1000.0)
-    (session,) = begin(bench, make_request)
+    session = bench.begin()
     epoch, totals = session.draft_epochs["draft"], bench.scheduler.totals
     late: list[dict[str, Any]] = [{"epoch": epoch - 1}, {"epoch": epoch + 1}, {"session_id": 77}]
     for number, stranger in enumerate(late, start=1):
@@ -175,14 +149,13 @@ async def test_growth_that_is_nobodys_is_dropped_and_counted(bench, make_request
     session.generation.cancel()
     bench.grow("draft", after)
     assert (totals.dropped_nodes, len(target.grown)) == (12, 1)
-    assert totals.serving.grown_nodes == 14
+    assert totals.grown_nodes == 14
 
 
-async def test_a_draft_that_has_forgotten_its_tree_takes_its_place_anew_before_what_it_grows(bench, make_request):
-    target = bench.add_target()
-    target.runs.clear()
+async def test_a_draft_that_has_forgotten_its_tree_takes_its_place_anew_before_what_it_grows(bench):
+    target = bench.add_target(rests=True)
     bench.add_draft(delay_s=1000.0)
-    session, other = begin(bench, make_request, 2)
+    session, other = bench.begin(1), bench.begin(2)
     bench.grow("draft", growth_of(session, [5, 6]))
     del target.told[:]
     bench.grow("draft", growth_of(session, [7], first=3, forgot=True), growth_of(other, [8]))
@@ -192,10 +165,10 @@ async def test_a_draft_that_has_forgotten_its_tree_takes_its_place_anew_before_w
     assert target.told[3:] == ["TAKEN 1.0"]
 
 
-async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request):
+async def test_lost_growth_is_asked_for_once_until_it_comes(bench):
     target = bench.add_target(step_s=0.001)
     draft = bench.add_draft(delay_s=1000.0)
-    session, other = begin(bench, make_request, 2)
+    session, other = bench.begin(1), bench.begin(2)
     target.loses_growth = True
     bench.grow("draft", growth_of(session, [5, 6]))
     # Every round says so, until the tree comes again.
@@ -222,18 +195,17 @@ async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request)
     assert draft.asked_again == 2 * asked
 
 
-async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_request):
-    target = bench.add_target()
-    target.runs.clear()
+async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench):
+    target = bench.add_target(rests=True)
     draft = bench.add_draft(delay_s=1000.0, sources=[1, 2])
-    (session,) = begin(bench, make_request)
+    session = bench.begin()
     # Both use the same ids.
     for source in (GrowthSource.MODEL, GrowthSource.NGRAM):
         bench.grow("draft", growth_of(session, [5, 6], source=source))
     assert [(*growth.places, *nodes_of(growth)[0], *growth.sources) for growth in target.grown] == [
         (0, 1, 2), (1, 1, 2, 2, 2),
     ]  # fmt: skip
-    counted = {own.source: own.drafted for own in bench.scheduler.totals.sources.counts()}
+    counted = {own.source: own.drafted_tokens for own in bench.scheduler.totals.sources.counts()}
     assert counted == {GrowthSource.MODEL: 2, GrowthSource.NGRAM: 2}
     # One of its trees is lost: it is asked once, for all.
     for lost in (0b10, 0b11):
@@ -252,17 +224,16 @@ async def test_a_draft_forgets_all_its_trees_and_sends_each_again(bench, make_re
     bench.grow("draft", growth_of(session, [7, 8], again=True))
     assert target.told[4:] == ["RESENT 1.0", "grow 1.0 2"]
     # Nothing of it has been grown anew.
-    assert counted == {own.source: own.drafted for own in bench.scheduler.totals.sources.counts()}
+    assert counted == {own.source: own.drafted_tokens for own in bench.scheduler.totals.sources.counts()}
     bench.scheduler.relay.take_results("target", results_of([outcome]))
     assert len(draft.asked_again) == 2
 
 
-async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench, make_request):
+async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench):
     bench = make_bench(drafts_per_session=2)
-    target = bench.add_target()
-    target.runs.clear()
+    bench.add_target(rests=True)
     drafts = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")]
-    (session,) = begin(bench, make_request)
+    session = bench.begin()
     lost = Outcome(session_id=session.session_id, epoch=session.target_epoch, token_ids=(), lost=(1 << 32) - 1)
     bench.scheduler.drafts.remove("first")
     bench.scheduler.relay.take_results("target", results_of([lost]))
@@ -271,16 +242,14 @@ async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench
     assert (session.output_length, bench.scheduler.totals.verify_steps) == (0, 0)
 
 
-async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_tokens_and_its_drafts_trees(
-    make_bench, make_request, expect_output
-):
+async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_tokens_and_its_drafts_trees(make_bench):
     bench = make_bench(drafts_per_session=2)
     bench.add_target("first", step_s=0.005)
     drafts = {name: bench.add_draft(name, accuracy=0.9, delay_s=0.001) for name in ("one", "two")}
-    request = make_request(sampling=SamplingSpec(max_new_tokens=60))
-    generation = bench.scheduler.submit(request, [TextStream(None)])
+    request = make_request(tokens=60)
+    generation = bench.submit(request)
     (session,) = generation.sessions
-    reading = asyncio.create_task(_tokens(generation))
+    reading = asyncio.create_task(tokens_read(generation))
     await asyncio.sleep(0.022)
     committed, epoch = list(session.token_ids), session.target_epoch
     assert len(committed) > 7
@@ -304,26 +273,21 @@ async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_token
     bench.scheduler.relay.take_results("first", results_of([Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])]))
     assert session.token_ids[: len(committed)] == committed
     tokens = await reading
-    assert tokens == expect_output(request.prompt_token_ids, request.sampling)
+    assert tokens == expected_output(request)
     # The very first of its rounds had the tree.
     assert len(second.rounds[0][1]) > 1
 
 
-async def _tokens(generation: Any) -> list[int]:
-    return [token async for event in generation for token in getattr(event, "token_ids", ())]
-
-
 @pytest.mark.parametrize("kind", [FaultKind.LOST, FaultKind.NO_ROOM])
-async def test_a_session_that_is_opened_anew_where_it_is_has_its_drafts_trees_too(bench, make_request, kind):
+async def test_a_session_that_is_opened_anew_where_it_is_has_its_drafts_trees_too(bench, kind):
     target = bench.add_target(step_s=0.001)
     target.fault_kind = kind
     draft = bench.add_draft(accuracy=0.9, delay_s=0.001)
-    (session,) = begin(bench, make_request)
+    session = bench.begin()
     await asyncio.sleep(0.01)
     target.fail_sessions.add(session.session_id)
     epoch = session.target_epoch
-    while session.target_epoch == epoch:
-        await asyncio.sleep(0.001)
+    await until(lambda: session.target_epoch != epoch)
     opened = target.told.index("open 1", 1)
     assert target.told[opened : opened + 2] == ["open 1", "TAKEN 1.0"]
     assert draft.asked_again[-1] == (1, session.draft_epochs["draft"])
@@ -333,11 +297,11 @@ async def test_a_session_that_is_opened_anew_where_it_is_has_its_drafts_trees_to
     assert not draft.closed
 
 
-async def test_growth_while_a_session_has_no_target_is_dropped(make_bench, make_request):
+async def test_growth_while_a_session_has_no_target_is_dropped(make_bench):
     bench = make_bench(target_wait_s=10.0)
-    bench.add_target("first").runs.clear()
+    bench.add_target("first", rests=True)
     draft = bench.add_draft(delay_s=1000.0)
-    (session,) = begin(bench, make_request)
+    session = bench.begin()
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
     bench.grow("draft", growth_of(session, [5, 6], again=True))
     assert bench.scheduler.totals.dropped_nodes == 2
@@ -346,13 +310,13 @@ async def test_growth_while_a_session_has_no_target_is_dropped(make_bench, make_
     assert draft.asked_again == [(1, session.draft_epochs["draft"])]
 
 
-async def test_a_client_that_does_not_read_holds_its_session_and_no_other(make_bench, make_request, expect_output):
+async def test_a_client_that_does_not_read_holds_its_session_and_no_other(make_bench):
     bench = make_bench(max_buffered_events=4)
     target = bench.add_target(step_s=0.001)
     request = make_request(2)
-    held, reading = (bench.scheduler.submit(own, [TextStream(None)]) for own in (make_request(1), request))
-    tokens = await _tokens(reading)
-    assert tokens == expect_output(request.prompt_token_ids, request.sampling)
+    held, reading = (bench.submit(own) for own in (make_request(1), request))
+    tokens = await tokens_read(reading)
+    assert tokens == expected_output(request)
     assert target.bounds == [(1, 0, False)]
     rounds = sum(1 in done for done in target.rounds)
     assert 4 <= rounds <= 6
@@ -362,17 +326,17 @@ async def test_a_client_that_does_not_read_holds_its_session_and_no_other(make_b
     assert target.bounds == [(1, 0, False)]
     tokens += (await anext(events)).token_ids
     assert target.bounds == [(1, 0, False), (1, (1 << 31) - 1, False)]
-    assert tokens + await _tokens(held) == expect_output(request.prompt_token_ids, request.sampling)
+    assert tokens + await tokens_read(held) == expected_output(request)
 
 
-async def test_a_session_that_is_held_rests_at_the_next_target_too(make_bench, make_request):
+async def test_a_session_that_is_held_rests_at_the_next_target_too(make_bench):
     bench = make_bench(max_buffered_events=2)
     bench.add_target("first", step_s=0.001)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    generation = bench.submit(make_request())
     await asyncio.sleep(0.01)
     second = bench.add_target("second", step_s=0.001)
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
     await asyncio.sleep(0.01)
     assert second.bounds == [(1, 0, False)]
     assert not second.rounds
-    assert len(await _tokens(generation)) == 40
+    assert len(await tokens_read(generation)) == 40

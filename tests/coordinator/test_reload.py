@@ -9,38 +9,24 @@ import grpc
 import grpc.aio
 import pytest
 from tests.coordinator.reloading_target import LENGTH, NEW, OLD, ReloadingTarget, said
+from tests.coordinator.running import coordinator_running
 from tests.polling import until
 
 from outrider import cli
 from outrider.client import AsyncClient
 from outrider.coordinator.commands.reload import InFlight, ReloadOutcome, outcome_dict, reload_weights
 from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.workers import reload
 from outrider.errors import Superseded, WorkerRefused, WorkerUnavailable
 from outrider.rpc import open_channel
-from outrider.v1 import (
-    common_pb2,
-    generation_pb2,
-    generation_pb2_grpc,
-    registry_pb2,
-    registry_pb2_grpc,
-)
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, registry_pb2_grpc
 
 Response = generation_pb2.GenerateResponse
 
 
-@contextlib.asynccontextmanager
-async def coordinator_of(model_folder, **options) -> AsyncIterator[CoordinatorServer]:
-    config = CoordinatorConfig(
-        port=0, model_path=model_folder, heartbeat_interval_ms=20, lease_ms=600_000, drain_s=0.1, **options
-    )
-    server = CoordinatorServer(config)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
+def coordinator_of(model_folder, **options) -> contextlib.AbstractAsyncContextManager[CoordinatorServer]:
+    settings = {"model_path": model_folder, "heartbeat_interval_ms": 20, "lease_ms": 600_000, "drain_s": 0.1}
+    return coordinator_running(**settings | options)
 
 
 @pytest.fixture
@@ -98,28 +84,45 @@ async def running_request(
     coordinator: CoordinatorServer, targets: list[ReloadingTarget]
 ) -> "asyncio.Task[list[Response]]":
     """A request that has begun, and goes on once its target runs again."""
+    task = asyncio.create_task(generate(coordinator))
+    await pause(targets)
+    return task
+
+
+async def pause(targets: list[ReloadingTarget]) -> None:
+    """Until one has stopped in the midst of what it does."""
     for target in targets:
         target.pauses_in = 3
-    task = asyncio.create_task(generate(coordinator))
     await until(lambda: any(not target.runs.is_set() for target in targets))
     for target in targets:
         target.pauses_in = 0
-    return task
+
+
+def go_on(targets: list[ReloadingTarget]) -> None:
+    for target in targets:
+        target.runs.set()
+
+
+async def held_up(
+    coordinator: CoordinatorServer, targets: list[ReloadingTarget]
+) -> "tuple[asyncio.Task[list[Response]], asyncio.Task[ReloadOutcome]]":
+    """A request that runs, and a reload that waits for it."""
+    before = await running_request(coordinator, targets)
+    reloading = asyncio.create_task(reloaded(coordinator))
+    await until(lambda: coordinator.scheduler.weights.is_held)
+    return before, reloading
 
 
 # ----------------------------------------------------------------------------------------------- what runs, and waits
 
 
 async def test_what_runs_finishes_on_the_old_weights_and_what_waits_begins_on_the_new(coordinator, pair):
-    before = await running_request(coordinator, pair)
-    reloading = asyncio.create_task(reloaded(coordinator))
-    await until(lambda: coordinator.scheduler.weights.is_held)
+    before, reloading = await held_up(coordinator, pair)
     after = asyncio.create_task(generate(coordinator))
     await until(lambda: coordinator.scheduler.waiting_requests == 1)
     assert versions(coordinator) == ["old", "old", "old"]
     assert not reloading.done()
-    for target in pair:
-        target.runs.set()
+    go_on(pair)
     outcome, old, new = await asyncio.gather(reloading, before, after)
     assert (tokens_of(old), weights_of(old)) == (said("old"), ["old", "old"])
     assert (tokens_of(new), weights_of(new)) == (said("new"), ["new", "new"])
@@ -137,9 +140,7 @@ async def test_what_runs_finishes_on_a_target_that_comes_back_meanwhile(model_fo
     async with coordinator_of(model_folder, target_wait_s=300) as coordinator:
         async with ReloadingTarget("a", model_folder, [coordinator]) as target:
             await until(lambda: states(coordinator) == ["serving"])
-            before = await running_request(coordinator, [target])
-            reloading = asyncio.create_task(reloaded(coordinator))
-            await until(lambda: coordinator.scheduler.weights.is_held)
+            before, reloading = await held_up(coordinator, [target])
         async with ReloadingTarget("b", model_folder, [coordinator]), asyncio.timeout(60):
             outcome, old = await asyncio.gather(reloading, before)
             assert (tokens_of(old), weights_of(old)) == (said("old"), ["old", "old"])
@@ -147,14 +148,11 @@ async def test_what_runs_finishes_on_a_target_that_comes_back_meanwhile(model_fo
 
 
 async def test_a_hold_is_not_for_those_who_name_weights_and_have_received_nothing(coordinator, pair):
-    before = await running_request(coordinator, pair)
-    reloading = asyncio.create_task(reloaded(coordinator))
-    await until(lambda: coordinator.scheduler.weights.is_held)
+    before, reloading = await held_up(coordinator, pair)
     after = asyncio.create_task(generate(coordinator, weights="old"))
     await until(lambda: len(coordinator.scheduler.sessions) == 2)
     assert coordinator.scheduler.waiting_requests == 1
-    for target in pair:
-        target.runs.set()
+    go_on(pair)
     await asyncio.gather(reloading, before)
     with pytest.raises(grpc.aio.AioRpcError, match="weights were replaced"):
         await after
@@ -162,18 +160,13 @@ async def test_a_hold_is_not_for_those_who_name_weights_and_have_received_nothin
 
 async def test_what_runs_can_be_aborted_and_is_told_why(coordinator, pair):
     async with AsyncClient(coordinator.address) as client:
-        for target in pair:
-            target.pauses_in = 3
         running = asyncio.create_task(client.generate([1, 2, 3], max_new_tokens=LENGTH))
-        await until(lambda: any(not target.runs.is_set() for target in pair))
-        for target in pair:
-            target.pauses_in = 0
+        await pause(pair)
         reloading = asyncio.create_task(reloaded(coordinator, in_flight=InFlight.ABORT))
         # The client goes on after what breaks, but not after this.
         with pytest.raises(Superseded, match="weights were replaced while it ran"):
             await running
-        for target in pair:
-            target.runs.set()
+        go_on(pair)
         assert (await reloading).aborted == 1
     assert tokens_of(await generate(coordinator)) == said("new")
 
@@ -192,15 +185,12 @@ async def test_whoever_goes_on_with_tokens_of_the_old_weights_is_told(coordinato
 
 
 async def test_requests_go_on_when_whoever_reloads_goes_away(coordinator, pair):
-    before = await running_request(coordinator, pair)
-    reloading = asyncio.create_task(reloaded(coordinator))
-    await until(lambda: coordinator.scheduler.weights.is_held)
+    before, reloading = await held_up(coordinator, pair)
     after = asyncio.create_task(generate(coordinator))
     await until(lambda: coordinator.scheduler.waiting_requests == 1)
     reloading.cancel()
     await until(lambda: not coordinator.scheduler.weights.is_held)
-    for target in pair:
-        target.runs.set()
+    go_on(pair)
     assert [tokens_of(each) for each in await asyncio.gather(before, after)] == 2 * [said("old")]
 
 
@@ -233,8 +223,7 @@ async def test_a_hold_that_takes_too_long_changes_nothing(coordinator, pair):
     with pytest.raises(WorkerUnavailable, match="nothing has changed"):
         # It cannot end before the request, which does not.
         await reload_weights([coordinator.address], "/new", timeout_s=1.0)
-    for target in pair:
-        target.runs.set()
+    go_on(pair)
     assert tokens_of(await before) == said("old")
     assert tokens_of(await generate(coordinator)) == said("old")
 
@@ -363,8 +352,7 @@ async def test_several_coordinators_hold_before_any_target_swaps(model_folder):
         reloading = asyncio.create_task(reloaded(one, two))
         await until(lambda: one.scheduler.weights.is_held and two.scheduler.weights.is_held)
         assert versions(one) == versions(two) == ["old", "old", "old"]
-        a.runs.set()
-        b.runs.set()
+        go_on([a, b])
         assert tokens_of(await before) == said("old")
         assert (await reloading).failed == []
         assert versions(one) == versions(two) == ["new", "new", "new"]
@@ -390,13 +378,10 @@ async def test_a_coordinator_that_was_not_asked_never_mixes(model_folder):
 
 
 async def test_two_reloads_at_a_time_and_a_swap_without_a_hold_are_refused(coordinator, pair):
-    before = await running_request(coordinator, pair)
-    reloading = asyncio.create_task(reloaded(coordinator))
-    await until(lambda: coordinator.scheduler.weights.is_held)
+    before, reloading = await held_up(coordinator, pair)
     with pytest.raises(WorkerRefused, match="another reload is under way"):
         await reloaded(coordinator)
-    for target in pair:
-        target.runs.set()
+    go_on(pair)
     await asyncio.gather(before, reloading)
     async with open_channel(coordinator.address) as channel:
         call = registry_pb2_grpc.RegistryServiceStub(channel).Reload(timeout=60)

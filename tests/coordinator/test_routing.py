@@ -1,26 +1,29 @@
 """Sessions that begin alike go to one target, as long as that one has not much more to do than the others."""
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from outrider.coordinator.workers.routing import BLOCK_TOKENS, MOST_BLOCKS, PrefixRouter, block_keys
+from outrider.coordinator.workers.shared_places import SharedPlaces
+from outrider.coordinator.workers.target_peer import TargetPeer
+from outrider.v1 import registry_pb2
+
+NOTHING: Any = None
 
 SHARED = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 
 
-@dataclass
-class Target:
-    worker_id: str
-    places: int = 16
-    sessions: list[int] = field(default_factory=list)
+def make_target(name: str, *, places: int = 16, sessions: int = 0) -> TargetPeer:
+    limits = registry_pb2.WorkerLimits(max_sessions=places)
+    target = TargetPeer(worker_id=name, link=NOTHING, places=SharedPlaces(limits))
+    take(target, sessions)
+    return target
 
-    @property
-    def room(self) -> int:
-        return self.places - len(self.sessions)
 
-    def take(self, count: int = 1) -> None:
-        self.sessions += [0] * count
+def take(target: TargetPeer, count: int = 1) -> None:
+    for _ in range(count):
+        target.sessions[len(target.sessions)] = NOTHING
 
 
 def prompt(number: int, *, shared: int = len(SHARED), length: int = len(SHARED)) -> list[int]:
@@ -28,23 +31,23 @@ def prompt(number: int, *, shared: int = len(SHARED), length: int = len(SHARED))
     return SHARED[:shared] + [100_000 * (number + 1) + place for place in range(length - shared)]
 
 
-def send(router: PrefixRouter, token_ids: list[int], targets: list[Target]) -> str:
+def send(router: PrefixRouter, token_ids: list[int], targets: list[TargetPeer]) -> str:
     with_room = [target for target in targets if target.room]
     chosen = router.choose(token_ids, with_room)
-    chosen.take()
+    take(chosen)
     return chosen.worker_id
 
 
 def test_sessions_without_anything_in_common_are_spread_evenly():
-    router, targets = PrefixRouter(), [Target("a"), Target("b"), Target("c", places=32)]
+    router, targets = PrefixRouter(), [make_target("a"), make_target("b"), make_target("c", places=32)]
     for number in range(32):
         send(router, prompt(number, shared=0), targets)
     assert [len(target.sessions) for target in targets] == [8, 8, 16]
 
 
 def test_sessions_that_begin_alike_follow_each_other_until_the_target_has_much_more_to_do():
-    router, targets = PrefixRouter(), [Target("a"), Target("b")]
-    targets[0].take()
+    router, targets = PrefixRouter(), [make_target("a"), make_target("b")]
+    take(targets[0])
     assert send(router, prompt(0), targets) == "b"
     sent = [send(router, prompt(0), targets) for _ in range(12)]
     # 4 of 16 places more than the other are put up with; after that both have it, and load decides.
@@ -55,7 +58,7 @@ def test_sessions_that_begin_alike_follow_each_other_until_the_target_has_much_m
 
 def test_the_less_is_shared_the_less_load_is_put_up_with():
     def imbalance_of(shared: int) -> int:
-        router, targets = PrefixRouter(), [Target("a", places=64), Target("b", places=64)]
+        router, targets = PrefixRouter(), [make_target("a", places=64), make_target("b", places=64)]
         assert send(router, prompt(0, shared=shared), targets) == "a"
         number = 1
         while send(router, prompt(number, shared=shared), targets) == "a":
@@ -68,7 +71,7 @@ def test_the_less_is_shared_the_less_load_is_put_up_with():
 
 
 def test_the_longest_beginning_counts():
-    router, first, second = PrefixRouter(), Target("a"), Target("b")
+    router, first, second = PrefixRouter(), make_target("a"), make_target("b")
     router.choose(prompt(0, shared=2 * BLOCK_TOKENS), [first])
     router.choose(prompt(1, shared=3 * BLOCK_TOKENS), [second])
     assert router.choose(prompt(1), [first, second]) is second
@@ -76,17 +79,17 @@ def test_the_longest_beginning_counts():
 
 
 def test_a_target_that_is_full_or_gone_is_no_reason_to_wait():
-    router, old, new = PrefixRouter(), Target("a"), Target("b")
+    router, old, new = PrefixRouter(), make_target("a"), make_target("b")
     router.choose(prompt(0), [old, new])
     assert router.choose(prompt(0), [new]) is new
-    assert router.choose(prompt(0), [Target("c", sessions=[0]), new]) is new
+    assert router.choose(prompt(0), [make_target("c", sessions=1), new]) is new
     for number in range(20):
-        router.choose(prompt(0), [Target(f"restarted-{number}")])
+        router.choose(prompt(0), [make_target(f"restarted-{number}")])
     assert len(router._holders[block_keys(prompt(0))[0]]) < 10, "who is gone makes way"
 
 
 def test_a_target_that_was_full_is_still_known_when_it_has_room_again():
-    router, full, other = PrefixRouter(), Target("a"), Target("b")
+    router, full, other = PrefixRouter(), make_target("a"), make_target("b")
     router.choose(prompt(0), [full])
     router.choose(prompt(0, shared=BLOCK_TOKENS), [other])
     assert router.choose(prompt(0), [other, full]) is full
@@ -95,7 +98,7 @@ def test_a_target_that_was_full_is_still_known_when_it_has_room_again():
 def test_what_is_remembered_is_bounded_and_beginnings_are_forgotten_last():
     router = PrefixRouter(most_remembered=10)
     for number in range(20):
-        router.choose(prompt(number, shared=0), [Target("a")])
+        router.choose(prompt(number, shared=0), [make_target("a")])
     assert len(router._holders) == 10
     keys = block_keys(prompt(17, shared=0))
     assert [key in router._holders for key in keys] == [True, True, False, False]
@@ -103,9 +106,9 @@ def test_what_is_remembered_is_bounded_and_beginnings_are_forgotten_last():
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK_TOKENS - 1])
 def test_short_prompts_go_by_load(length: int):
-    router, busy, idle = PrefixRouter(), Target("a", sessions=[0]), Target("b")
+    router, busy, idle = PrefixRouter(), make_target("a", sessions=1), make_target("b")
     assert router.choose([7] * length, [busy, idle]) is idle
-    assert router.choose([7] * length, [Target("a"), Target("b", sessions=[0])]).worker_id == "a"
+    assert router.choose([7] * length, [make_target("a"), make_target("b", sessions=1)]).worker_id == "a"
 
 
 def test_blocks_stand_for_all_tokens_before_them():

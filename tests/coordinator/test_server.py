@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.coordinator.fake_workers import FakeTarget, TargetSession
 from tests.coordinator.round_servicer import RoundServicer
+from tests.coordinator.running import coordinator_running
 from tests.polling import until
 
 from outrider.coordinator.server import CoordinatorServer
@@ -36,6 +36,9 @@ LOAD = common_pb2.WorkerLoad(sessions=3)
 
 def next_token(length: int) -> int:
     return (length * 5) % VOCABULARY
+
+
+ANSWER = [next_token(length) for length in range(3, 23)]
 
 
 class CountingTarget(FakeTarget):
@@ -198,13 +201,9 @@ def draft_worker(coordinator: CoordinatorServer, folder, **changes) -> Worker:
 async def coordinator(model_folder, request):
     # A lease lasts for longer than any test, unless its end is what is tested.
     lease_ms = getattr(request, "param", 600_000)
-    config = CoordinatorConfig(
-        port=0, model_path=model_folder, heartbeat_interval_ms=100, lease_ms=lease_ms, drain_s=0.2
-    )
-    server = CoordinatorServer(config)
-    await server.start()
-    yield server
-    await server.stop()
+    options = {"model_path": model_folder, "heartbeat_interval_ms": 100, "lease_ms": lease_ms, "drain_s": 0.2}
+    async with coordinator_running(**options) as server:
+        yield server
 
 
 def all_serve(coordinator: CoordinatorServer, count: int) -> bool:
@@ -214,9 +213,7 @@ def all_serve(coordinator: CoordinatorServer, count: int) -> bool:
 
 
 async def generate(
-    coordinator: CoordinatorServer,
-    mode: common_pb2.SpeculationMode = common_pb2.SPECULATION_MODE_ASYNC,
-    **settings,
+    coordinator: CoordinatorServer, mode: common_pb2.SpeculationMode = common_pb2.SPECULATION_MODE_ASYNC, **settings
 ) -> list[generation_pb2.GenerateResponse]:
     async with open_channel(coordinator.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -237,7 +234,7 @@ async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_fo
         await until(lambda: all_serve(coordinator, 2))
         # A sync round waits for its draft, however busy the machine.
         responses = await generate(coordinator, common_pb2.SPECULATION_MODE_SYNC, logprobs=2)
-        assert tokens_of(responses) == [next_token(length) for length in range(3, 23)]
+        assert tokens_of(responses) == ANSWER
         assert responses[0].HasField("started")
         finished = responses[-1].finished
         assert finished.usage.completion_tokens == 20
@@ -280,16 +277,12 @@ def add_token(growth: draft_pb2.DraftGrowth) -> None:
     growth.tokens += uints_to_bytes([1])
 
 
-def cut_token(growth: draft_pb2.DraftGrowth) -> None:
-    growth.tokens = growth.tokens[:-1]
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (spoil_last_token, f"ids below {VOCABULARY} needed"),
         (add_token, "cannot be used"),
-        (cut_token, "multiple of element size"),
+        (lambda growth: setattr(growth, "tokens", growth.tokens[:-1]), "multiple of element size"),
         (lambda growth: give_distributions(growth, weight=WEIGHT_SUM - 1, ahead=0), f"{WEIGHT_SUM - 1} given"),
         (lambda growth: give_distributions(growth, weight=WEIGHT_SUM, ahead=1), "own token"),
         (lambda growth: give_distributions(growth, weight=WEIGHT_SUM, ahead=VOCABULARY), "token ids from 0"),
@@ -301,30 +294,25 @@ async def test_growth_that_no_target_would_take_costs_the_draft_and_no_request(
     draft = Worker(SpoiltDraft(spoil), registry_pb2.WORKER_ROLE_DRAFT, coordinator.address, model_folder)
     async with target_worker(coordinator, model_folder), draft:
         await until(lambda: all_serve(coordinator, 2))
-        assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
+        assert tokens_of(await generate(coordinator)) == ANSWER
         await until(lambda: draft.code is not None)
         assert draft.code is grpc.StatusCode.UNAVAILABLE
         assert reason in draft.details
 
 
 async def test_a_draft_that_sends_nonsense_again_and_again_is_left_alone(coordinator, model_folder):
-    draft = Worker(
-        SpoiltDraft(add_token),
-        registry_pb2.WORKER_ROLE_DRAFT,
-        coordinator.address,
-        model_folder,
-    )
+    draft = Worker(SpoiltDraft(add_token), registry_pb2.WORKER_ROLE_DRAFT, coordinator.address, model_folder)
     states = lambda: [status.state for status in coordinator.registry.statuses()]  # noqa: E731
     async with target_worker(coordinator, model_folder), draft:
         for _ in range(3):
             await until(lambda: all_serve(coordinator, 2))
-            assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
+            assert tokens_of(await generate(coordinator)) == ANSWER
             await until(lambda: draft.code is grpc.StatusCode.UNAVAILABLE)
             draft.code = None
             draft.task = asyncio.create_task(draft._register())
         await until(lambda: states() == ["serving", "quarantined"])
         commands = len(draft.servicer.commands)
-        assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
+        assert tokens_of(await generate(coordinator)) == ANSWER
         assert len(draft.servicer.commands) == commands
         assert states() == ["serving", "quarantined"]
         # Who wants it to end does not wait for that.
@@ -366,25 +354,16 @@ async def test_a_worker_is_asked_to_drain_and_its_lease_ends_in_order(coordinato
 
 
 async def test_a_stranger_is_refused_with_the_reason(coordinator, model_folder):
-    stranger = common_pb2.ModelInfo(name="other", vocab_size=9, tokenizer_hash="0" * 64, max_model_len=512)
-    async with draft_worker(coordinator, model_folder, model=stranger) as worker:
-        await worker.registered.wait()
-        assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "same tokenizer" in worker.details
-    wide = common_pb2.ModelInfo(
-        name="wide", vocab_size=VOCABULARY + 1, tokenizer_hash=tokenizer_hash(model_folder), max_model_len=512
-    )
-    async with draft_worker(coordinator, model_folder, model=wide) as worker:
-        await worker.registered.wait()
-        assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "vocabulary" in worker.details
-    short = common_pb2.ModelInfo(
-        name="short", vocab_size=VOCABULARY, tokenizer_hash=tokenizer_hash(model_folder), max_model_len=100
-    )
-    async with target_worker(coordinator, model_folder, model=short) as worker:
-        await worker.registered.wait()
-        assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "max_model_len" in worker.details
+    own = tokenizer_hash(model_folder)
+    for make, reason, model in (
+        (draft_worker, "same tokenizer", {"vocab_size": 9, "tokenizer_hash": "0" * 64, "max_model_len": 512}),
+        (draft_worker, "vocabulary", {"vocab_size": VOCABULARY + 1, "tokenizer_hash": own, "max_model_len": 512}),
+        (target_worker, "max_model_len", {"vocab_size": VOCABULARY, "tokenizer_hash": own, "max_model_len": 100}),
+    ):
+        async with make(coordinator, model_folder, model=common_pb2.ModelInfo(**model)) as worker:
+            await worker.registered.wait()
+            assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
+            assert reason in worker.details
     assert not coordinator.registry.statuses()
 
 
@@ -427,31 +406,25 @@ async def test_silence_ends_the_lease(coordinator, model_folder):
 
 
 async def test_a_worker_whose_address_does_not_answer_is_let_go(model_folder):
-    config = CoordinatorConfig(port=0, model_path=model_folder, connect_timeout_s=0.3)
-    server = CoordinatorServer(config)
-    await server.start()
-    try:
+    async with coordinator_running(model_path=model_folder, connect_timeout_s=0.3) as server:
         worker = target_worker(server, model_folder, address="127.0.0.1:1")
         worker.tells_load = False
         async with worker:
             await worker.registered.wait()
             await until(lambda: worker.code is grpc.StatusCode.UNAVAILABLE)
             assert not server.scheduler.has_target
-    finally:
-        await server.stop()
 
 
 async def test_who_registers_and_says_nothing_is_let_go(model_folder):
-    server = CoordinatorServer(CoordinatorConfig(port=0, model_path=model_folder, connect_timeout_s=0.1))
-    await server.start()
-    try:
-        async with open_channel(server.address) as channel, asyncio.timeout(30):
-            call = registry_pb2_grpc.RegistryServiceStub(channel).Register()
-            with pytest.raises(grpc.aio.AioRpcError, match=r"did not introduce itself within 0\.1 s") as caught:
-                await call.read()
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    finally:
-        await server.stop()
+    async with (
+        coordinator_running(model_path=model_folder, connect_timeout_s=0.1) as server,
+        open_channel(server.address) as channel,
+        asyncio.timeout(30),
+    ):
+        call = registry_pb2_grpc.RegistryServiceStub(channel).Register()
+        with pytest.raises(grpc.aio.AioRpcError, match=r"did not introduce itself within 0\.1 s") as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_without_workers_it_says_so_and_is_healthy(coordinator):
@@ -471,15 +444,11 @@ async def test_a_taken_port_is_named(coordinator, model_folder):
 
 
 async def test_stopping_ends_streams_with_a_reason(model_folder):
-    config = CoordinatorConfig(port=0, model_path=model_folder, drain_s=0.0)
-    server = CoordinatorServer(config)
-    await server.start()
-
-    def silent_target() -> FakeTarget:
-        return FakeTarget(step_s=1e6)
-
-    worker = Worker(RoundServicer(silent_target), registry_pb2.WORKER_ROLE_TARGET, server.address, model_folder)
-    async with worker:
+    servicer = RoundServicer(lambda: FakeTarget(step_s=1e6))
+    async with (
+        coordinator_running(model_path=model_folder) as server,
+        Worker(servicer, registry_pb2.WORKER_ROLE_TARGET, server.address, model_folder),
+    ):
         await until(lambda: server.scheduler.has_target)
         task = asyncio.create_task(generate(server))
         await until(lambda: server.scheduler.running_sessions == 1)
@@ -491,16 +460,17 @@ async def test_stopping_ends_streams_with_a_reason(model_folder):
 
 async def test_two_coordinators_sessions_at_one_target_do_not_meet(model_folder):
     """Both call their sessions the same, under the same epochs."""
-    servers = [CoordinatorServer(CoordinatorConfig(port=0, model_path=model_folder, drain_s=0.0)) for _ in range(2)]
     servicer, role = RoundServicer(counting_target), registry_pb2.WORKER_ROLE_TARGET
-    async with AsyncExitStack() as stack:
-        for server in servers:
-            await server.start()
-            stack.push_async_callback(server.stop)
-            await stack.enter_async_context(Worker(servicer, role, server.address, model_folder))
+    async with (
+        coordinator_running(model_path=model_folder) as one,
+        coordinator_running(model_path=model_folder) as two,
+        Worker(servicer, role, one.address, model_folder),
+        Worker(servicer, role, two.address, model_folder),
+    ):
+        servers = (one, two)
         await until(lambda: all(server.scheduler.has_target for server in servers))
         answers = await asyncio.gather(*(generate(server) for server in servers))
-        assert [tokens_of(answer) for answer in answers] == 2 * [[next_token(length) for length in range(3, 23)]]
+        assert [tokens_of(answer) for answer in answers] == [ANSWER] * 2
         opened = {
             (message.incarnation, own.session_id, own.epoch) for message in servicer.commands for own in message.opens
         }
@@ -512,7 +482,7 @@ async def test_two_coordinators_sessions_at_one_target_do_not_meet(model_folder)
         servers[0].scheduler.stop(WorkerUnavailable("stopping"))
         with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
             await tasks[0]
-        assert tokens_of(await tasks[1]) == [next_token(length) for length in range(3, 23)]
+        assert tokens_of(await tasks[1]) == ANSWER
 
 
 async def test_a_target_whose_step_does_not_come_back_is_lost_and_its_sessions_go_on_elsewhere(
@@ -537,7 +507,7 @@ async def test_a_target_whose_step_does_not_come_back_is_lost_and_its_sessions_g
             hung.loads.put_nowait(common_pb2.WorkerLoad(step_age_ms=6_500))
             await until(lambda: hung.code is grpc.StatusCode.UNAVAILABLE)
             assert "its step has not come back for 6.5 s" in hung.details
-            assert tokens_of(await task) == [next_token(length) for length in range(3, 23)]
+            assert tokens_of(await task) == ANSWER
 
 
 async def test_a_target_of_long_steps_is_given_its_time(coordinator, model_folder):

@@ -13,23 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from tests.byte_tokenizer import ALPHABET, byte_tokenizer
-from tests.coordinator.scripted_scheduler import ScriptedScheduler
+from tests.coordinator.scripted_scheduler import ScriptedScheduler, delta, grpc_door, result
 
-from outrider.coordinator.api.service import SERVICE, GenerationServicer
-from outrider.coordinator.api.validation import RequestLimits
-from outrider.coordinator.sessions.messages import (
-    ChoiceResult,
-    FinishReason,
-    GenerationResult,
-    GrowthArrival,
-    RoundRecord,
-    SpeculationCounts,
-    TokenDelta,
-    TokenLogprobs,
-)
+from outrider.coordinator.api.service import SERVICE
+from outrider.coordinator.sessions.messages import FinishReason, TokenLogprobs
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import OutriderError, Overloaded, WorkerUnavailable
-from outrider.rpc import RoleServer, open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from outrider.wire import floats_from_bytes
 
@@ -39,22 +28,6 @@ MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=20_000, 
 TOKENIZER = TextTokenizer(byte_tokenizer())
 
 
-def result(tokens: int = 2, **choice: Any) -> GenerationResult:
-    choice.setdefault("finish_reason", FinishReason.LENGTH)
-    return GenerationResult(
-        choices=[ChoiceResult(index=0, completion_tokens=tokens, **choice)],
-        speculation=SpeculationCounts(verify_steps=2, drafted_tokens=9, accepted_tokens=3),
-        queue_s=0.001,
-        ttft_s=0.01,
-        total_s=0.03,
-        cached_tokens=1,
-    )
-
-
-def delta(*token_ids: int, text: str = "", offset: int = 0, text_offset: int = 0, **more: Any) -> TokenDelta:
-    return TokenDelta(index=0, token_ids=token_ids, text=text, offset=offset, text_offset=text_offset, **more)
-
-
 INFO = generation_pb2.ServerInfo(version="0", running_sessions=3)
 
 
@@ -62,19 +35,8 @@ INFO = generation_pb2.ServerInfo(version="0", running_sessions=3)
 async def serving(
     scheduler: ScriptedScheduler,
 ) -> AsyncIterator[tuple[generation_pb2_grpc.GenerationServiceStub, grpc.aio.Channel]]:
-    servicer = GenerationServicer(
-        scheduler, model=MODEL, tokenizer=TOKENIZER, limits=RequestLimits(), server_info=lambda: INFO
-    )
-    server = RoleServer(services=[SERVICE.full_name], add_services=servicer.add_to, address="127.0.0.1:0")
-    await server.start()
-    try:
-        async with open_channel(server.address) as channel:
-            yield generation_pb2_grpc.GenerationServiceStub(channel), channel
-    finally:
-        await server.stop(grace_s=0)
-    async with asyncio.timeout(30):
-        while servicer._live:
-            await asyncio.sleep(0.01)
+    async with grpc_door(scheduler, model=MODEL, tokenizer=TOKENIZER, info=INFO) as (channel, _):
+        yield generation_pb2_grpc.GenerationServiceStub(channel), channel
 
 
 def request(**fields: Any) -> generation_pb2.GenerateRequest:
@@ -92,20 +54,9 @@ async def read(call: Any) -> Any:
 
 async def test_started_deltas_rounds_finished() -> None:
     logprobs = TokenLogprobs(token_logprobs=[-0.5, -1.5], top_token_ids=[[1, 2], [3, 4]], top_logprobs=[[-0.5, -1]] * 2)
-    arrival = GrowthArrival(worker_id="d", arrived_ns=5, as_of=3, nodes=4)
-    record = RoundRecord(
-        index=0,
-        step=7,
-        length=3,
-        result_ns=30,
-        step_ns=15,
-        forward_ns=12,
-        selected=2,
-        accepted=1,
-        emitted_token_ids=[4, 9],
-        growth=[arrival],
-    )
-    first, second = delta(4, 9, text="ab", logprobs=logprobs), delta(5, text="c", offset=2, text_offset=2)
+    arrival = generation_pb2.GrowthArrival(worker_id="d", arrived_ns=5, as_of=3, nodes=4)
+    record = generation_pb2.Round(step=7, length=3, selected=2, accepted=1, emitted_token_ids=[4, 9], growth=[arrival])
+    first, second = delta(4, 9, text="ab", logprobs=logprobs), delta(5, text="c", offset=2)
     scheduler = ScriptedScheduler(
         lambda _: [first, record, second, result(3, finish_reason=FinishReason.STOP, stop_string="x")]
     )
@@ -118,10 +69,7 @@ async def test_started_deltas_rounds_finished() -> None:
     assert floats_from_bytes(wire.token_logprobs).tolist() == [-0.5, -1.5]
     assert (wire.top_count, list(wire.top_token_ids)) == (2, [1, 2, 3, 4])
     assert floats_from_bytes(wire.top_logprobs).tolist() == [-0.5, -1, -0.5, -1]
-    sent = got[2].round
-    assert (sent.step, sent.length, sent.result_ns, sent.step_ns, sent.forward_ns) == (7, 3, 30, 15, 12)
-    assert (sent.selected, sent.accepted, list(sent.emitted_token_ids)) == (2, 1, [4, 9])
-    assert sent.growth[0] == generation_pb2.GrowthArrival(worker_id="d", arrived_ns=5, as_of=3, nodes=4)
+    assert got[2].round == record
     assert (got[3].delta.offset, got[3].delta.text_offset, got[3].delta.HasField("logprobs")) == (2, 2, False)
     finished = got[4].finished
     assert finished.choices[0].finish_reason == generation_pb2.FINISH_REASON_STOP
@@ -132,7 +80,7 @@ async def test_started_deltas_rounds_finished() -> None:
     assert (speculation.verify_steps, speculation.spec_draft_tokens, speculation.spec_accepted_tokens) == (2, 9, 3)
     assert speculation.acceptance_length == 2.5
     timings = finished.timings
-    assert (timings.queue_ms, timings.ttft_ms, timings.total_ms) == pytest.approx((1, 10, 30))
+    assert (timings.queue_ms, timings.ttft_ms, timings.total_ms) == pytest.approx((1, 11, 31))
     assert timings.tpot_ms == pytest.approx(10)
 
 
@@ -148,7 +96,7 @@ async def test_a_request_id_that_is_refused_writes_no_lines_into_the_log(caplog:
 
 
 async def test_request_id_and_seed_are_made_and_announced() -> None:
-    scheduler = ScriptedScheduler(lambda _: [result()])
+    scheduler = ScriptedScheduler(lambda _: [result(2)])
     async with serving(scheduler) as (stub, _):
         starts = [(await events(stub.Generate(request(), timeout=30)))[0].started for _ in range(2)]
     assert len({started.request_id for started in starts}) == 2
@@ -218,7 +166,7 @@ async def test_client_that_leaves_frees_the_generation(leave: str) -> None:
 
 
 async def test_live_request_is_taken_over_with_its_seed() -> None:
-    scripts = iter([[delta(4, text="a"), None], [delta(5, offset=1, text_offset=1), result()]])
+    scripts = iter([[delta(4, text="a"), None], [delta(5, offset=1), result(2)]])
     scheduler = ScriptedScheduler(lambda _: next(scripts))
     received = [generation_pb2.Received(token_ids=[ALPHABET["a"]], text_bytes=1)]
     async with serving(scheduler) as (stub, _):
@@ -305,7 +253,7 @@ async def test_bytes_that_are_no_request_are_answered(method: str, data: bytes, 
 
 
 async def test_large_prompt_does_not_stop_the_event_loop() -> None:
-    scheduler = ScriptedScheduler(lambda _: [result()])
+    scheduler = ScriptedScheduler(lambda _: [result(2)])
     async with serving(scheduler) as (stub, _):
         got = await events(stub.Generate(request(text="x" * 19_000), timeout=30))
     assert got[0].started.prompt_tokens == 19_000

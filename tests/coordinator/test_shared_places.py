@@ -3,14 +3,13 @@
 import asyncio
 
 import pytest
-from tests.coordinator.fake_workers import FakeTarget
+from tests.coordinator.fake_workers import FakeTarget, make_request, tokens_read
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import FaultKind, SessionOpening
+from outrider.coordinator.sessions.messages import FaultKind
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.workers.shared_places import SharedPlaces, places
-from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, registry_pb2
 
 PLACES = 8
@@ -71,7 +70,7 @@ class SharedTarget(FakeTarget):
         self.fault_kind = FaultKind.NO_ROOM
         self.refused = 0
 
-    def open_session(self, opening: SessionOpening) -> None:
+    def open_session(self, opening: common_pb2.SessionOpen) -> None:
         super().open_session(opening)
         if len(self.room.held) < PLACES:
             self.room.held.add((self.name, opening.session_id))
@@ -109,34 +108,31 @@ async def pair(make_bench):
     beating.cancel()
 
 
-async def serve(scheduler: Scheduler, make_request, number: int, *, tokens: int) -> int:
-    generation = scheduler.submit(
-        make_request(number, sampling=SamplingSpec(max_new_tokens=tokens)), [TextStream(None)]
-    )
-    return sum([len(getattr(event, "token_ids", ())) async for event in generation])
+async def serve(scheduler: Scheduler, number: int, *, tokens: int) -> int:
+    return len(await tokens_read(scheduler.submit(make_request(number, tokens=tokens), [TextStream(None)])))
 
 
-async def test_two_coordinators_fill_a_worker_and_never_more(pair, make_request):
+async def test_two_coordinators_fill_a_worker_and_never_more(pair):
     schedulers, _, room = pair
-    lone = [asyncio.create_task(serve(schedulers["a"], make_request, number, tokens=60)) for number in range(14)]
+    lone = [asyncio.create_task(serve(schedulers["a"], number, tokens=60)) for number in range(14)]
     await until(lambda: len(room.held) == PLACES - 1)
     assert schedulers["a"].waiting_requests == 7
     # One place was kept: the first that comes to the other waits for nobody.
-    first = asyncio.create_task(serve(schedulers["b"], make_request, 20, tokens=20))
+    first = asyncio.create_task(serve(schedulers["b"], 20, tokens=20))
     assert await first == 20
     assert not any(task.done() for task in lone)
-    more = [asyncio.create_task(serve(schedulers["b"], make_request, 30 + number, tokens=60)) for number in range(10)]
+    more = [asyncio.create_task(serve(schedulers["b"], 30 + number, tokens=60)) for number in range(10)]
     assert await asyncio.gather(*lone, *more) == [60] * 24
     assert room.most == PLACES
     assert not room.held
 
 
-async def test_what_was_borrowed_goes_back_as_sessions_end(pair, make_request):
+async def test_what_was_borrowed_goes_back_as_sessions_end(pair):
     schedulers, targets, room = pair
 
     async def client(name: str, number: int) -> None:
         while True:
-            await serve(schedulers[name], make_request, number, tokens=25)
+            await serve(schedulers[name], number, tokens=25)
 
     crowd = [asyncio.create_task(client("a", number)) for number in range(12)]
     await until(lambda: len(room.held) == PLACES - 1)
@@ -152,13 +148,11 @@ async def test_what_was_borrowed_goes_back_as_sessions_end(pair, make_request):
     await asyncio.gather(*crowd, return_exceptions=True)
 
 
-async def test_a_place_that_another_took_first_is_waited_for(pair, make_request):
+async def test_a_place_that_another_took_first_is_waited_for(pair):
     """Both are promised the same places by one heartbeat."""
     schedulers, targets, room = pair
     tasks = [
-        asyncio.create_task(serve(schedulers[name], make_request, number, tokens=40))
-        for name in schedulers
-        for number in range(7)
+        asyncio.create_task(serve(schedulers[name], number, tokens=40)) for name in schedulers for number in range(7)
     ]
     await until(lambda: any(target.refused for target in targets.values()))
     assert await asyncio.gather(*tasks) == [40] * 14

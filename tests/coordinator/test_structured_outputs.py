@@ -9,8 +9,9 @@ import pytest
 from tests.byte_tokenizer import byte_tokenizer
 
 from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.generations import Generations
-from outrider.coordinator.api.validation import RequestLimits, RequestValidator
+from outrider.coordinator.api.validation import RequestValidator
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.v1 import common_pb2, generation_pb2

@@ -1,6 +1,8 @@
 """`outrider top`: rates out of two looks, a frame that fits, and coordinators that come and go."""
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import pty
@@ -14,14 +16,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.coordinator.running import coordinator_running
 from tests.polling import until
 
 from outrider import cli
 from outrider.coordinator.commands.top import watch
 from outrider.coordinator.commands.top_frame import duration, frame_of, short
 from outrider.coordinator.commands.top_sample import Figures, Look, all_workers, as_dict, figures
-from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 
 DEADLINE_S = 60.0
@@ -99,18 +100,8 @@ def test_a_frame_fits_80_columns_whatever_the_figures():
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     for expected in (
-        "50051",
-        "104d04h",
-        "100k",
-        "50k",
-        "400G",
-        "down",
-        "target-0123456789abcd",
-        "serving",
-        "25%",
-        "████",
-        "50%",
-    ):
+        "50051", "104d04h", "100k", "50k", "400G", "down", "target-0123456789abcd", "serving", "25%", "████", "50%",
+    ):  # fmt: skip
         assert expected in text
     assert "no worker is registered" in "\n".join(rendered([figures(None, look(1.0, workers=[]))], 80))
 
@@ -155,53 +146,30 @@ def test_numbers_are_short(value, places, text):
     assert short(value, places) == text
 
 
-class Frames:
-    """Keeps frames."""
-
-    def __init__(self) -> None:
-        self.kept: list[Sequence[Figures]] = []
-
-    def frame(self, frame: Sequence[Figures]) -> None:
-        self.kept.append(frame)
-
-    def __enter__(self) -> "Frames":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
 async def test_it_survives_a_coordinators_restart():
-    frames = Frames()
-    server = CoordinatorServer(CoordinatorConfig(port=0, drain_s=0.1))
-    await server.start()
-    address = server.address
-    task = asyncio.create_task(watch([address], frames, interval_s=0.05))
+    frames = list[Sequence[Figures]]()
+    async with coordinator_running() as server:
+        address = server.address
+        task = asyncio.create_task(watch([address], contextlib.nullcontext(frames.append), interval_s=0.05))
+        await until(lambda: frames and frames[-1][0].answers)
     try:
-        await until(lambda: frames.kept and frames.kept[-1][0].answers)
-        await server.stop()
-        await until(lambda: frames.kept[-1][0].problem)
-        server = CoordinatorServer(CoordinatorConfig(port=int(address.rpartition(":")[2]), drain_s=0.1))
-        await server.start()
-        await until(lambda: any(frame[0].is_restarted for frame in frames.kept))
-        await until(lambda: frames.kept[-1][0].tokens_per_s == 0.0)
+        await until(lambda: frames[-1][0].problem)
+        async with coordinator_running(port=int(address.rpartition(":")[2])):
+            await until(lambda: any(frame[0].is_restarted for frame in frames))
+            await until(lambda: frames[-1][0].tokens_per_s == 0.0)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await server.stop()
 
 
 async def test_frames_are_printed_once_or_as_json():
-    server = CoordinatorServer(CoordinatorConfig(port=0, drain_s=0.1))
-    await server.start()
-    try:
+    async with coordinator_running() as server:
         arguments = ["top", "--endpoint", server.address, "--once", "--interval", "0.05"]
         for more in ([], ["--json"]):
             command = [sys.executable, "-m", "outrider.cli", *arguments, *more]
             for _ in range(5):
-                done = await asyncio.to_thread(
-                    subprocess.run, command, capture_output=True, text=True, timeout=DEADLINE_S
-                )
+                run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=DEADLINE_S)
+                done = await asyncio.to_thread(run, command)
                 # On a busy machine the answer may come later than it is waited for.
                 if "nobody answers" not in done.stderr:
                     break
@@ -212,16 +180,11 @@ async def test_frames_are_printed_once_or_as_json():
             else:
                 assert server.address in done.stdout
                 assert "no worker is registered" in done.stdout
-    finally:
-        await server.stop()
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
-    [
-        (["nowhere"], 2, "HOST:PORT needed"),
-        (["127.0.0.1:1", "--once", "--interval", "0.05"], 1, "nobody answers"),
-    ],
+    [(["nowhere"], 2, "HOST:PORT needed"), (["127.0.0.1:1", "--once", "--interval", "0.05"], 1, "nobody answers")],
 )
 def test_what_cannot_be_is_said_in_a_line(capsys, *, arguments, code, reason):
     assert cli.run(["top", "--endpoint", *arguments]) == code

@@ -8,7 +8,8 @@ import grpc
 import pytest
 from tests.byte_tokenizer import byte_tokenizer
 
-from outrider.coordinator.api.validation import RequestLimits, RequestValidator, max_request_bytes
+from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.validation import RequestValidator, max_request_bytes
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import InvalidRequest
@@ -85,28 +86,12 @@ def test_sources_of_growth() -> None:
 
 def test_every_parameter_arrives() -> None:
     request = request_with(
-        token_ids=[1, 2],
-        temperature=0.5,
-        top_p=0.75,
-        top_k=7,
-        min_p=0.25,
-        repetition_penalty=1.5,
-        presence_penalty=-1.0,
-        frequency_penalty=2.0,
-        logit_bias={3: -100.0, 4: 100.0},
-        allowed_token_ids=[9, 8, 9],
-        seed=2**64 - 1,
-        max_new_tokens=62,
-        min_new_tokens=5,
-        stop=["x", "y"],
-        stop_token_ids=[9, EOS],
-        ignore_eos=True,
-        n=3,
-        logprobs=0,
-        speculation={"mode": 2, "max_nodes": 3, "max_depth": 2},
-        request_id="a-b_c.d:9",
-        trace=True,
-    )
+        token_ids=[1, 2], temperature=0.5, top_p=0.75, top_k=7, min_p=0.25, repetition_penalty=1.5,
+        presence_penalty=-1.0, frequency_penalty=2.0, logit_bias={3: -100.0, 4: 100.0}, allowed_token_ids=[9, 8, 9],
+        seed=2**64 - 1, max_new_tokens=62, min_new_tokens=5, stop=["x", "y"], stop_token_ids=[9, EOS],
+        ignore_eos=True, n=3, logprobs=0, speculation={"mode": 2, "max_nodes": 3, "max_depth": 2},
+        request_id="a-b_c.d:9", trace=True,
+    )  # fmt: skip
     generation, streams = VALIDATOR.check(request)
     sampling = generation.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.75, 7, 0.25)
@@ -286,26 +271,11 @@ def test_without_tokenizer_text_and_stop_strings_are_refused() -> None:
 
 def test_all_wrong_fields_are_named_at_once_and_fit_into_a_status() -> None:
     request = request_with(
-        token_ids=[300],
-        temperature=math.nan,
-        top_p=1.5,
-        top_k=-7,
-        min_p=2.0,
-        repetition_penalty=-1.0,
-        presence_penalty=9.0,
-        frequency_penalty=math.inf,
-        logit_bias={256: math.inf},
-        allowed_token_ids=[400],
-        max_new_tokens=4000,
-        min_new_tokens=4001,
-        stop=[""],
-        stop_token_ids=[500],
-        n=99,
-        logprobs=99,
-        speculation={"mode": 7, "max_nodes": 1000, "max_depth": 1000},
-        request_id="a b",
-        received=[{"index": 99}],
-    )
+        token_ids=[300], temperature=math.nan, top_p=1.5, top_k=-7, min_p=2.0, repetition_penalty=-1.0,
+        presence_penalty=9.0, frequency_penalty=math.inf, logit_bias={256: math.inf}, allowed_token_ids=[400],
+        max_new_tokens=4000, min_new_tokens=4001, stop=[""], stop_token_ids=[500], n=99, logprobs=99,
+        speculation={"mode": 7, "max_nodes": 1000, "max_depth": 1000}, request_id="a b", received=[{"index": 99}],
+    )  # fmt: skip
     found = violations(request)
     assert len(found) == 21
     assert "request" not in found

@@ -12,8 +12,8 @@ from tests.byte_tokenizer import byte_tokenizer
 from tests.coordinator.scripted_scheduler import ScriptedScheduler
 
 from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.field_checks import RequestLimits
 from outrider.coordinator.api.generations import Generations
-from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.sessions import config as coordinator_config
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.messages import (

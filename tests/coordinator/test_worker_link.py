@@ -1,26 +1,20 @@
 """A link to a worker: a message is written at once where nothing is being written, and always in its order."""
 
 import asyncio
+import contextlib
 import gc
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc.aio
 import pytest
+from tests.coordinator.running import service_running
 from tests.coordinator.streams import LinkToStream, Stream, settle
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import (
-    FaultKind,
-    Outcome,
-    RoundResults,
-    SessionFault,
-    SessionOpening,
-    TreeEnd,
-)
+from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault, TreeEnd
 from outrider.coordinator.workers.links import DraftLink
 from outrider.coordinator.workers.target_peer import WITHOUT_BOUND
-from outrider.drafting.growth_source import GrowthSource
-from outrider.sampling import SamplingSpec, SpeculationMode
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from outrider.wire import floats_to_bytes, uints_to_bytes
 
@@ -45,18 +39,8 @@ class Gate(Stream):
         await super().write(commands)
 
 
-def opening(session_id: int, epoch: int = 1) -> SessionOpening:
-    return SessionOpening(
-        session_id=session_id,
-        epoch=epoch,
-        prompt=[1, 2],
-        output=[],
-        sampling=SamplingSpec(),
-        mode=SpeculationMode.ASYNC,
-        max_live_nodes=0,
-        max_depth=8,
-        max_nodes=8,
-    )
+def opening(session_id: int, epoch: int = 1) -> common_pb2.SessionOpen:
+    return common_pb2.SessionOpen(session_id=session_id, epoch=epoch)
 
 
 def growth(session_id: int, as_of: int = 2) -> target_pb2.RelayedGrowth:
@@ -139,29 +123,20 @@ ORDERS = {
         ["open 1.1", "open 2.1", "place 1", "place 2", "place 1", "close 8.1", "close 9.1"],
         [["open 1.1", "open 2.1", "place 1", "place 2", "place 1", "close 8.1", "close 9.1"]],
     ),
-    "a place that is taken does not overtake growth of who had it": (
-        ["grow 1", "place 1"],
-        [["grow 1"], ["place 1"]],
-    ),
+    "a place that is taken does not overtake growth of who had it": (["grow 1", "place 1"], [["grow 1"], ["place 1"]]),
     "nor does growth overtake the place that it is of": (["place 1", "grow 1"], [["place 1", "grow 1"]]),
     "one message has the growth of one": (["grow 1", "grow 2"], [["grow 1"], ["grow 2"]]),
     "a tree that comes again is announced before it": (
         ["grow 1", "resent 1", "grow 1"],
         [["grow 1"], ["resent 1", "grow 1"]],
     ),
-    "a session is opened anew behind its close": (
-        ["close 1.1", "open 1.2"],
-        [["close 1.1"], ["open 1.2"]],
-    ),
+    "a session is opened anew behind its close": (["close 1.1", "open 1.2"], [["close 1.1"], ["open 1.2"]]),
     "and it is not closed by growth's sake before that": (["grow 1", "close 1.1"], [["grow 1", "close 1.1"]]),
     "a bound is of the session that is open": (
         ["bound 1", "open 1.2", "bound 1"],
         [["bound 1"], ["open 1.2", "bound 1"]],
     ),
-    "growth is not held back by bounds, nor put before them": (
-        ["bound 1", "grow 1"],
-        [["bound 1"], ["grow 1"]],
-    ),
+    "growth is not held back by bounds, nor put before them": (["bound 1", "grow 1"], [["bound 1"], ["grow 1"]]),
     "a place is not changed in a session that was closed first": (
         ["close 1.1", "place 2"],
         [["close 1.1"], ["place 2"]],
@@ -246,10 +221,7 @@ async def test_a_rounds_results_are_told_by_session():
     assert third.tree_end is TreeEnd.COVERED
     assert third.logprobs is not None
     assert (third.token_ids, third.is_over, third.logprobs.top_token_ids) == ([8], True, [[8, 3]])
-    ((session_id, epoch, fault),) = results.faults
-    assert (session_id, epoch, fault.kind, fault.message) == (12, 3, FaultKind.NO_ROOM, "full")
-    assert (results.step_ns, results.forward_ns, results.rows, results.number) == (50, 40, 10, 1)
-    assert results.plain_ns == 45
+    assert (results.message, results.report, results.number) == (message, message.report, 1)
 
 
 @pytest.mark.parametrize(
@@ -263,30 +235,15 @@ async def test_a_rounds_results_are_told_by_session():
         (grpc.StatusCode.INTERNAL, FaultKind.LOST),
     ],
 )
-async def test_a_sessions_error_says_what_it_calls_for(code, kind):
+def test_a_sessions_error_says_what_it_calls_for(code, kind):
     error = common_pb2.SessionError(session_id=1, epoch=1, code=code.value[0], message="why")
-    ((results,), _) = await results_of(target_pb2.RoundResults(errors=[error]))
-    assert [fault for _, _, fault in results.faults] == [(kind, "why")]
+    assert SessionFault.of(error) == (kind, "why")
 
 
 async def test_a_target_that_says_what_no_target_does_is_lost():
     got, (reason,) = await results_of(target_pb2.RoundResults(session_ids=[1], epochs=[1]))
     assert not got
     assert "cannot be used: token_counts" in reason
-
-
-async def test_what_an_opening_asks_for_is_what_a_target_is_told():
-    gate = Gate()
-    gate.opened.set()
-    link = LinkToStream(gate)
-    changed = opening(3)
-    link.open_session(changed)
-    await settle()
-    (message,) = gate.written
-    (told,) = message.opens
-    assert (told.session_id, told.epoch, told.limits.max_nodes, list(told.sources)) == (3, 1, 8, [])
-    assert changed.sources == frozenset(GrowthSource)
-    await link.close()
 
 
 # -------------------------------------------------------------------------------------------------------------- drafts
@@ -308,6 +265,18 @@ class EagerDraft(draft_pb2_grpc.DraftServiceServicer):
 class BusyLink(DraftLink):
     async def _read(self) -> None:
         await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def draft_link(servicer: Any, *, kind: type[DraftLink] = DraftLink, **told: Any) -> AsyncIterator[DraftLink]:
+    """A link to a draft of which only what is `told` is heard."""
+    ignored: dict[str, Any] = dict.fromkeys(("on_growth", "on_fault", "on_lost"), lambda *_: None)
+    async with service_running(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer) as address:
+        link = kind(address, incarnation=1, vocab_size=9, **ignored | told)
+        try:
+            yield link
+        finally:
+            await link.close()
 
 
 async def test_a_session_that_takes_anothers_room_is_opened_after_it_is_closed():
@@ -340,33 +309,18 @@ class FullDraft(draft_pb2_grpc.DraftServiceServicer):
 
 
 async def test_a_drafts_error_says_what_it_calls_for():
-    server, faults = grpc.aio.server(), list[tuple[int, int, SessionFault]]()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(FullDraft(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    link = DraftLink(
-        f"127.0.0.1:{port}", incarnation=1, vocab_size=9, on_growth=lambda _: None, on_lost=lambda _: None,
-        on_fault=lambda *fault: faults.append(fault),
-    )  # fmt: skip
-    try:
+    faults = list[tuple[int, int, SessionFault]]()
+    async with draft_link(FullDraft(), on_fault=lambda *fault: faults.append(fault)):
         await until(lambda: faults)
-        assert faults == [
-            (1, 3, SessionFault(kind=FaultKind.NO_ROOM, message="why")),
-            (2, 3, SessionFault(kind=FaultKind.REFUSED, message="why")),
-        ]
-    finally:
-        await link.close()
-        await server.stop(None)
+    assert faults == [
+        (1, 3, SessionFault(kind=FaultKind.NO_ROOM, message="why")),
+        (2, 3, SessionFault(kind=FaultKind.REFUSED, message="why")),
+    ]
 
 
 async def test_a_draft_cannot_be_far_ahead_of_a_coordinator_that_does_not_read():
-    draft, server = EagerDraft(), grpc.aio.server()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    ignored = dict.fromkeys(("on_growth", "on_fault", "on_lost"), lambda *_: None)
-    link = BusyLink(f"127.0.0.1:{port}", incarnation=1, vocab_size=9, **ignored)
-    try:
+    draft = EagerDraft()
+    async with draft_link(draft, kind=BusyLink):
         written, unchanged = 0, 0
         # What it could write it has written soon, and far more than that without a bound.
         while unchanged < 20 and written < 100:
@@ -374,9 +328,6 @@ async def test_a_draft_cannot_be_far_ahead_of_a_coordinator_that_does_not_read()
             unchanged = unchanged + 1 if written == draft.written > 0 else 0
             written = draft.written
         assert written < 40
-    finally:
-        await link.close()
-        await server.stop(None)
 
 
 class WaitingDraft(draft_pb2_grpc.DraftServiceServicer):
@@ -394,15 +345,8 @@ class WaitingDraft(draft_pb2_grpc.DraftServiceServicer):
 
 
 async def test_the_stream_ends_with_its_link_also_where_a_write_has_failed():
-    draft, server, lost = WaitingDraft(), grpc.aio.server(), list[str]()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    link = DraftLink(
-        f"127.0.0.1:{port}", incarnation=1, vocab_size=9, on_growth=lambda _: None, on_fault=lambda *_: None,
-        on_lost=lost.append,
-    )  # fmt: skip
-    try:
+    draft, lost = WaitingDraft(), list[str]()
+    async with draft_link(draft, on_lost=lost.append) as link:
         await link.ready(timeout_s=60)
         # What grpc.aio does where its core refuses a write: the call is done for Python, and goes on.
         link._call._cython_call.set_internal_error("refused")  # pyright: ignore[reportAttributeAccessIssue]
@@ -411,5 +355,3 @@ async def test_the_stream_ends_with_its_link_also_where_a_write_has_failed():
         await link.close()
         await asyncio.wait_for(draft.has_ended.wait(), 60)
         await until(lambda: not any("_handle_status" in repr(task) for task in asyncio.all_tasks()))
-    finally:
-        await server.stop(None)

@@ -44,6 +44,12 @@ _ERROR = {
 }
 
 
+_REFUSAL = {
+    "description": "Refused, with the reason.",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+
+
 def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Return the OpenAPI description of the routes."""
     paths = {route.path: _path(route) for route in routes if isinstance(route, Route) and route.methods}
@@ -56,7 +62,7 @@ def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 
 def _path(route: Route) -> Mapping[str, Any]:
-    described: dict[str, Any] = {"responses": {"200": {"description": "As asked for."}, "4XX": _refusal()}}
+    described: dict[str, Any] = {"responses": {"200": {"description": "As asked for."}, "4XX": _REFUSAL}}
     if isinstance(route.endpoint, Endpoint):
         content = {"application/json": {"schema": route.endpoint.schema()}}
         described["requestBody"] = {"required": True, "content": content}
@@ -67,11 +73,6 @@ def _path(route: Route) -> Mapping[str, Any]:
             for name in route.param_convertors
         ]
     return {method.lower(): described for method in sorted(route.methods or ()) if method != "HEAD"}
-
-
-def _refusal() -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {"description": "Refused, with the reason.", "content": content}
 
 
 def create_app(
@@ -87,12 +88,7 @@ def create_app(
     """The application.
 
     Args:
-        service: whose requests are served, and who may make them.
-        template: of chats; None refuses them.
-        tokenizer_config: what the model's tokenizer_config.json says.
         cors: origins whose pages may send requests; `*` is every one.
-        is_serving: what /health says.
-        extra_routes: of others, which share the listener.
         open_paths: that need no token where the coordinator asks for one; what ends with / stands for all below it.
     """
     template = template or NoChatTemplate("this model has no chat template")

@@ -30,10 +30,6 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 class ChatTemplate:
     """One model's template.
 
-    Args:
-        source: in Jinja.
-        special_tokens: by name, such as bos_token.
-
     Raises:
         CheckpointError: it is no template.
     """
@@ -61,9 +57,7 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: each with `role` and `content`.
             add_generation_prompt: end with what introduces an answer.
-            more: further names for the template.
 
         Raises:
             InvalidRequest: the template refuses these messages, or cannot cope with them.

@@ -14,17 +14,6 @@ from starlette.responses import Response
 
 from outrider import errors
 
-# By kind, the nearest one first: status, type, code.
-_KINDS: dict[type[errors.OutriderError], tuple[int, str, str | None]] = {
-    errors.InvalidRequest: (400, "invalid_request_error", None),
-    errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
-    errors.Forbidden: (403, "permission_error", None),
-    errors.Superseded: (409, "conflict_error", "superseded"),
-    errors.Overloaded: (429, "rate_limit_error", "overloaded"),
-    errors.OutOfSlots: (429, "rate_limit_error", "overloaded"),
-    errors.WorkerUnavailable: (503, "service_unavailable_error", "worker_unavailable"),
-    errors.OutriderError: (500, "server_error", None),
-}
 _CODES_OF_STATUS = {
     404: "not_found",
     405: "method_not_allowed",
@@ -54,9 +43,20 @@ class UnsupportedMediaType(errors.InvalidRequest):
         super().__init__([errors.FieldViolation("content-type", description)])
 
 
-def status_of(error: errors.OutriderError) -> int:
-    """The HTTP status of an error."""
-    return _kind(error)[0]
+# By kind, the nearest one first: status, type, code.
+_KINDS: dict[type[errors.OutriderError], tuple[int, str, str | None]] = {
+    UnknownModel: (404, "invalid_request_error", "model_not_found"),
+    RequestTooLarge: (413, "invalid_request_error", "request_too_large"),
+    UnsupportedMediaType: (415, "invalid_request_error", "unsupported_media_type"),
+    errors.InvalidRequest: (400, "invalid_request_error", None),
+    errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
+    errors.Forbidden: (403, "permission_error", None),
+    errors.Superseded: (409, "conflict_error", "superseded"),
+    errors.Overloaded: (429, "rate_limit_error", "overloaded"),
+    errors.OutOfSlots: (429, "rate_limit_error", "overloaded"),
+    errors.WorkerUnavailable: (503, "service_unavailable_error", "worker_unavailable"),
+    errors.OutriderError: (500, "server_error", None),
+}
 
 
 def error_body(error: errors.OutriderError) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def error_response(error: errors.OutriderError) -> Response:
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1e3))
     if isinstance(error, errors.Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return json_response(error_body(error), status=status_of(error), headers=headers)
+    return json_response(error_body(error), status=_kind(error)[0], headers=headers)
 
 
 def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -107,10 +107,4 @@ async def on_defect(request: Request, error: Exception) -> Response:
 
 
 def _kind(error: errors.OutriderError) -> tuple[int, str, str | None]:
-    if isinstance(error, UnknownModel):
-        return 404, "invalid_request_error", "model_not_found"
-    if isinstance(error, RequestTooLarge):
-        return 413, "invalid_request_error", "request_too_large"
-    if isinstance(error, UnsupportedMediaType):
-        return 415, "invalid_request_error", "unsupported_media_type"
     return next(outcome for kind, outcome in _KINDS.items() if isinstance(error, kind))

@@ -8,7 +8,7 @@ response, all at once would be seconds in which nobody else is served.
 import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, Protocol
+from typing import Any
 
 from outrider import __version__
 from outrider.coordinator.api.http.parameters import Asked
@@ -24,38 +24,6 @@ _LEAST_LOGPROB = -9999.0
 
 Scores = Sequence[Sequence[str]]
 """Log probabilities piece by piece, each as the JSON of a format's lists."""
-
-
-class Format(Protocol):
-    """One kind of response."""
-
-    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str, scores: Scores) -> str:
-        """The chunk before a choice's first tokens, or nothing; `scores` are the prompt's."""
-        ...
-
-    def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
-        """New tokens of choice `index` of the response; nothing where they are not told yet."""
-        ...
-
-    def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
-        """Why a choice ended."""
-        ...
-
-    def end(self, usage: dict[str, Any], metrics: dict[str, Any]) -> str:
-        """The end of a stream."""
-        ...
-
-    def failed(self, error: dict[str, Any]) -> str:
-        """The end of a stream that an error has ended."""
-        ...
-
-    def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
-        """Of new tokens, as entries of the JSON lists that the format has of them; empty where there are none."""
-        ...
-
-    def whole(self, choices: Sequence["WholeChoice"], usage: dict[str, Any], metrics: dict[str, Any]) -> str:
-        """The response that is not a stream."""
-        ...
 
 
 class WholeChoice:
@@ -161,14 +129,7 @@ class ChoicesFormat:
 
 
 class CompletionFormat(ChoicesFormat):
-    """Of /v1/completions.
-
-    Args:
-        asked: what was asked for.
-        model: its name.
-        created: seconds of Unix time.
-        tokenizer: names the tokens in log probabilities.
-    """
+    """Of /v1/completions."""
 
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         super().__init__(asked, kind="text_completion", model=model, created=created, tokenizer=tokenizer)

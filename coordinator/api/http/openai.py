@@ -27,7 +27,7 @@ from outrider.coordinator.api.generations import LARGE_REQUEST_BYTES, Generation
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.errors import error_body
 from outrider.coordinator.api.http.fields import Fields, read_json_object
-from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, Format, WholeChoice
+from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, WholeChoice
 from outrider.coordinator.api.http.parameters import Asked
 from outrider.coordinator.api.http.prompt_events import Event, Stream, prompt_events
 from outrider.coordinator.api.http.request_metrics import RequestMetrics
@@ -37,12 +37,12 @@ from outrider.coordinator.api.validation import max_request_bytes
 from outrider.coordinator.sessions.messages import (
     GenerationRequest,
     GenerationResult,
-    RoundRecord,
     TokenDelta,
     TokenLogprobs,
 )
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.rpc import MAX_MESSAGE_BYTES
+from outrider.v1 import generation_pb2
 
 # JSON takes more room than the same request by gRPC: digits and commas, and escapes of what is not ASCII.
 _JSON_FACTOR = 3
@@ -54,6 +54,8 @@ _EVENT_STREAM = [
 ]
 
 REQUEST_ID_HEADER = "x-request-id"
+
+Format = CompletionFormat | ChatFormat | ResponsesFormat
 
 
 class UntilDisconnect:
@@ -95,12 +97,7 @@ class UntilDisconnect:
 
 
 def openai_routes(generations: Generations, template: ChatTemplate | NoChatTemplate) -> list[BaseRoute]:
-    """The routes of all three.
-
-    Args:
-        generations: the way to the scheduler.
-        template: of chats.
-    """
+    """The routes of all three."""
     chat, response = (functools.partial(read, template=template) for read in (read_chat, read_response))
     endpoints = {
         "/v1/completions": Endpoint(generations, read_completion, CompletionFormat),
@@ -114,10 +111,8 @@ class Endpoint:
     """One of them, as an ASGI application.
 
     Args:
-        generations: the way to the scheduler.
         read: makes an `Asked` of a request's JSON, for the served model's name, its tokenizer and the id that the
             request's headers name.
-        new_format: makes the response's format.
     """
 
     def __init__(self, generations: Generations, read: Callable[..., Asked], new_format: Callable[..., Format]) -> None:
@@ -267,7 +262,7 @@ class _Response:
                     chunks.append(self._first(prompt, index))
                 chunks.append(self._format.last(result, index, usage))
             return "".join(chunks)
-        if isinstance(event, RoundRecord):
+        if isinstance(event, generation_pb2.Round):
             self._metrics.note_round(event)
         elif isinstance(event, TokenLogprobs):
             self._take_scores(prompt, event)

@@ -66,21 +66,15 @@ class Asked:
     """One request by HTTP.
 
     Attributes:
-        requests: one for each prompt.
-        choices: of each prompt.
-        stream: as events, or as one whole.
         include_usage: a last chunk says what was used.
         continuous_usage: every chunk does.
         logprobs: how many alternatives of each token; None without log probabilities.
-        return_token_ids: beside the text.
         metrics: how much is told of speculation: none, summary or detailed.
         echo: in front of each prompt's output; empty for nothing.
         scores_prompts: the log probabilities of prompts are sent with theirs.
         generates: there is to be an output; without one, prompts alone are sent back.
         names: of each of `requests`, how fields are called here that the common checks may find wrong (`renamed`).
-        request_id: the client's own, or made here.
         is_new: it was made here.
-        tools: that the model may call.
         traceparent: of the client's span, where both ends trace.
     """
 
@@ -241,7 +235,6 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """What the common checks found wrong, in this door's names.
 
     Args:
-        error: with the names of GenerateRequest.
         names: of this request: field of GenerateRequest to what stands for it here.
     """
     return InvalidRequest([_renamed(violation, names) for violation in error.violations])

@@ -34,13 +34,7 @@ _NO_SCORES = TokenLogprobs(token_logprobs=(), top_token_ids=(), top_logprobs=())
 
 
 async def prompt_events(begin: Stream, check: Check, asked: Asked) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of every prompt, each with its prompt's number.
-
-    Args:
-        begin: runs a request.
-        check: fills in a request's defaults.
-        asked: what was asked for.
-    """
+    """The events of every prompt, each with its prompt's number."""
     if len(asked.requests) > 1:
         async with contextlib.aclosing(_merged(begin, check, asked)) as merged:
             async for each in merged:

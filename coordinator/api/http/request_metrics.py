@@ -4,18 +4,15 @@ vLLM documents `metrics.speculative_decoding` for chains of draft tokens. Here t
 all nodes that were verified, its accepted ones a path, and `num_spec_tokens` is the deepest that a path may be.
 """
 
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any
 
-from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, RoundRecord
+from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult
+from outrider.v1 import generation_pb2
 
 
 class RequestMetrics:
-    """Counts one response.
-
-    Args:
-        level: none, summary or detailed.
-    """
+    """Counts one response."""
 
     def __init__(self, level: str) -> None:
         self._level = level
@@ -29,7 +26,7 @@ class RequestMetrics:
         """A prompt's generation begins."""
         self._requests.append(request)
 
-    def note_round(self, record: RoundRecord) -> None:
+    def note_round(self, record: generation_pb2.Round) -> None:
         """A verification; one without draft tokens is none of speculative decoding."""
         if record.selected:
             self._accepted.append(record.accepted)
@@ -68,7 +65,9 @@ class RequestMetrics:
 
     def _speculative_decoding(self, max_depth: int) -> dict[str, Any]:
         steps, accepted, drafted = len(self._accepted), sum(self._accepted), sum(self._drafted)
-        histogram = _histogram(self._accepted, max_depth)
+        counts = Counter(self._accepted)
+        # How many steps accepted just so many.
+        histogram = [counts[depth] for depth in range(max(max_depth, *self._accepted, 0) + 1)]
         summary: dict[str, Any] = {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
@@ -82,11 +81,3 @@ class RequestMetrics:
         if self._level == "detailed":
             summary |= {"per_step_accepted": self._accepted, "per_step_drafted": self._drafted}
         return summary
-
-
-def _histogram(accepted: Sequence[int], max_depth: int) -> list[int]:
-    """[max_depth + 1]: how many steps accepted just so many."""
-    counts = [0] * (max(max_depth, *accepted, 0) + 1)
-    for count in accepted:
-        counts[count] += 1
-    return counts

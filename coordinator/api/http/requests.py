@@ -48,12 +48,6 @@ def read_completion(
 ) -> Asked:
     """A request to /v1/completions.
 
-    Args:
-        fields: its JSON.
-        model: that is served.
-        tokenizer: of it.
-        request_id: of the request's headers.
-
     Raises:
         InvalidRequest: names every field that is wrong in itself; what depends on the model is checked later.
     """

@@ -35,10 +35,6 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 def read_response(fields: Fields, **how: Any) -> Asked:
     """A request to /v1/responses.
 
-    Args:
-        fields: its JSON.
-        how: as of `read_chat`.
-
     Raises:
         InvalidRequest: names every field that is wrong, as it is called here.
     """

@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from outrider.coordinator.api.http.certificates import DoorCertificate
+from outrider.errors import CertificateError
 from outrider.security.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
@@ -31,17 +32,15 @@ KEEP_ALIVE_S = 75
 MAX_CONNECTIONS = 16_384
 _BACKLOG = 2_048
 _TICK_S = 1.0
+# A key with a passphrase is refused rather than asked for at a terminal.
+_NO_PASSPHRASE = b""
 
 
 class HttpServer:
     """One listener, or two; everything they serve is the application's.
 
     Args:
-        app: of ASGI.
-        host: to listen on.
-        port: of it; 0 takes a free one.
         shared_port: a second one, on which other processes of this machine and user listen, too.
-        tls: None serves in the clear.
 
     Raises:
         OSError: the address cannot be bound.
@@ -51,7 +50,7 @@ class HttpServer:
     def __init__(
         self, app: Any, *, host: str, port: int, shared_port: int | None = None, tls: TlsConfig | None = None
     ) -> None:
-        self._certificate = None if tls is None else DoorCertificate(tls)
+        self._certificate = None if tls is None else _DoorCertificate(tls)
         self._sockets = [_listening_socket(host, port)]
         self.address = f"{host}:{self._sockets[0].getsockname()[1]}"
         """host:port with the port that was bound."""
@@ -174,6 +173,54 @@ class _Connection(HttpToolsProtocol):
         if self._arrival is not None:
             self._arrival.cancel()
             self._arrival = None
+
+
+class _DoorCertificate:
+    """The coordinator's own certificate, read anew when its files change. Clients need none, as at the gRPC door.
+
+    Attributes:
+        context: for the listener; `refresh` changes what its next handshakes show.
+    """
+
+    def __init__(self, tls: TlsConfig) -> None:
+        assert tls.certificate is not None
+        assert tls.key is not None
+        self._certificate, self._key = tls.certificate, tls.key
+        self.context = _new_context()
+        try:
+            self._stamps = self._read_stamps()
+            self._load(self.context)
+        except OSError as error:
+            raise CertificateError(f"{self._certificate}, {self._key}: {error}") from error
+
+    def refresh(self) -> None:
+        """Reads the files anew if they have changed; what cannot be used is logged, and what was there stays."""
+        try:
+            stamps = self._read_stamps()
+            if stamps == self._stamps:
+                return
+            # A context into which only half of a new pair fits would be left broken.
+            self._load(_new_context())
+            self._load(self.context)
+        except OSError as error:
+            logger.warning("the TLS files of the HTTP door are not read anew: %s", error)
+            return
+        self._stamps = stamps
+        logger.info("TLS files of the HTTP door read anew: %s, %s", self._certificate, self._key)
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        # Its errors are OSErrors, too.
+        context.load_cert_chain(self._certificate, self._key, password=_NO_PASSPHRASE)
+
+    def _read_stamps(self) -> list[tuple[int, int]]:
+        return [(status.st_mtime_ns, status.st_ino) for status in (self._certificate.stat(), self._key.stat())]
+
+
+def _new_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def _listening_socket(host: str, port: int, *, is_shared: bool = False) -> socket.socket:

@@ -23,13 +23,7 @@ _MOST_BYTES = 16 << 20
 def tokenizer_routes(
     generations: Generations, template: ChatTemplate | NoChatTemplate, config: Mapping[str, Any]
 ) -> list[BaseRoute]:
-    """Return the routes.
-
-    Args:
-        generations: has the tokenizer.
-        template: of chats.
-        config: what tokenizer_config.json says.
-    """
+    """Return the routes."""
 
     def tokenizer() -> TextTokenizer:
         if generations.tokenizer is None:

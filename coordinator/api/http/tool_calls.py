@@ -59,10 +59,8 @@ class CallPiece(NamedTuple):
     """Something new of an answer: text, or a part of a call.
 
     Attributes:
-        content: text beside calls.
         call: number of the call within the answer.
         name: of the function, where the call begins here.
-        arguments: more of the call's JSON.
     """
 
     content: str = ""
@@ -154,11 +152,7 @@ def call_id() -> str:
 
 
 class CallParser:
-    """Finds the calls in one answer, however its text is cut into pieces.
-
-    Args:
-        tools: that may be called.
-    """
+    """Finds the calls in one answer, however its text is cut into pieces."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools

@@ -42,9 +42,7 @@ def generate_request(request: Any, *, prompt: list[int] | None, max_model_len: i
     """Our request.
 
     Args:
-        request: vllm.grpc.engine.GenerateRequest.
         prompt: the tokens of its text, where it gives a text.
-        max_model_len: of the model.
 
     Raises:
         InvalidRequest: it asks for what this service does not do.

@@ -18,7 +18,6 @@ class Answer:
     """What one request is told: chunks as they come, where it streams, and one GenerateComplete a choice.
 
     Args:
-        checked: the request.
         stream: whether it asked for chunks.
         eos_token_ids: the model's; an output that ends with one has no matched_stop, as with vLLM.
     """

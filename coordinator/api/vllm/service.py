@@ -29,15 +29,7 @@ SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 
 
 class VllmEngineServicer:
-    """The part of the service that a router needs to generate; the rest answers UNIMPLEMENTED.
-
-    Args:
-        generations: the way to the scheduler.
-        access: who may call.
-        server_info: the state of the server now.
-        model_folder: of the checkpoint, for what a router asks about the model.
-        max_running: choices that run at a time.
-    """
+    """The part of the service that a router needs to generate; the rest answers UNIMPLEMENTED."""
 
     def __init__(
         self,
@@ -102,7 +94,8 @@ class VllmEngineServicer:
     async def GetModelInfo(self, _request: Any, _context: Any) -> Any:  # noqa: N802
         """The model that is served."""
         model = self._generations.model
-        config = await asyncio.to_thread(_read_config, self._folder)
+        text = await asyncio.to_thread((self._folder / "config.json").read_text, encoding="utf-8")
+        config: dict[str, Any] = json.loads(text)
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=str(self._folder),
             is_generation=True,
@@ -170,10 +163,6 @@ class VllmEngineServicer:
         if len(text) < LARGE_REQUEST_BYTES:
             return tokenizer.encode(text)
         return await asyncio.to_thread(tokenizer.encode, text)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def _one(value: Any) -> int:
