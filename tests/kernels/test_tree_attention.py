@@ -279,7 +279,7 @@ def test_recorded_attention(triton_device: torch.device) -> None:
 
 def test_recorded_masks(triton_device: torch.device) -> None:
     # With equal scores a row is the mean of the values it sees; powers of two spell out which keys those are.
-    layout = recorded("custom_mask_layout")["tree_batch"]
+    layout = recorded("custom_mask_layout")
     requests = layout["requests"]
     for request in requests:
         assert _ancestor_bits(request["parents"]) == request["ancestor_bitmask"]
