@@ -142,7 +142,7 @@ def _check_sizes(
 
 
 def _check_chain(device: torch.device, nodes: int) -> None:
-    """A chain as long as can be, a cycle with more depth than nodes, a node that is its own parent, and missing ones."""
+    """A chain as long as can be, a cycle with more depth than nodes, a node that is its own parent, missing ones."""
     line = SimpleNamespace(nodes=nodes, topk=1, depth=nodes, dtype=torch.int64, lengths=[3])
     line.parent_list = [[-1, *range(nodes - 1)]]
     line.selected = [list(range(nodes - 1))]
