@@ -162,27 +162,3 @@ def test_a_response_is_the_chat_of_the_same_text(client: openai.OpenAI) -> None:
     )
     response = client.responses.create(model="target", input=PROMPT, max_output_tokens=24, temperature=0)
     assert response.output_text == chat.choices[0].message.content
-
-
-@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
-def test_json_schema_by_the_official_client(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"even": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
-        "required": ["even", "size"],
-        "additionalProperties": False,
-    }
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-    told = [
-        client.chat.completions.create(
-            model="target", messages=[{"role": "user", "content": PROMPT}], max_tokens=80, seed=3,
-            response_format=wanted, extra_body={"speculation": mode},
-        ).choices[0]
-        for mode in ("async", "off")
-    ]  # fmt: skip
-    assert [choice.finish_reason for choice in told] == ["stop", "stop"]
-    contents = [choice.message.content for choice in told]
-    assert contents[0] == contents[1]
-    value = json.loads(contents[0] or "")
-    assert value.keys() == {"even", "size"}
-    assert value["size"] in ("small", "large")

@@ -13,7 +13,7 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 
 @dataclass(frozen=True)
 class Session:
-    """`committed` keys in the prefix, then a tree of `nodes` or of given `parents`, or `rows` of a chunk of a prompt."""
+    """`committed` keys in the prefix, then a tree of `nodes` or of given `parents`, or `rows` of a prompt's chunk."""
 
     committed: int
     nodes: int = 0
