@@ -54,6 +54,16 @@ class WatchedProgram(RoundProgram):
         super().launch(*arguments, **options)
 
 
+def watched(target: Path, folder: Path) -> tuple[RoundLoop, WatchedProgram]:
+    """Rounds with three steps of a head before each."""
+    runner = make_runner(target)
+    config, draft = config_of(runner), load_draft(runner, folder, branching=BRANCHING, most_steps=3)
+    program = WatchedProgram.of_runner(runner, config, draft=draft)
+    assert program.drafter is not None
+    program.drafter.pace = FixedSteps(3)
+    return RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program), program
+
+
 class Watcher:
     """Holds the trees of one session against the head in plain torch.
 
@@ -115,12 +125,7 @@ def test_trees_are_the_heads_guesses_from_the_targets_hidden_states(
         write_tiny_head(tmp_path, checkpoint, reference_model, [[*PROMPT, *wanted]])
     else:
         write_random_eagle(tmp_path, checkpoint, **HEADS[kind])
-    runner = make_runner(checkpoint)
-    config, draft = config_of(runner), load_draft(runner, tmp_path, branching=BRANCHING, most_steps=3)
-    program = WatchedProgram.of_runner(runner, config, draft=draft)
-    loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program)
-    assert program.drafter is not None
-    program.drafter.pace = FixedSteps(3)
+    loop, program = watched(checkpoint, tmp_path)
     watcher, driver = Watcher(program, reference_model, checkpoint, tmp_path), Driver(loop)
     # The second one begins while the first runs, in the prefix cache, and goes on in chunks.
     prompts = list(PROMPT), [*PROMPT, *wanted[:12], *[7, 8, 9] * 3]
@@ -148,12 +153,7 @@ def test_trees_are_guesses_with_the_weights_that_a_reload_has_brought(
     model = LlamaForCausalLM(reference_model.config).eval()
     model.save_pretrained(other)
     write_random_eagle(folder, checkpoint, **HEADS[kind])
-    runner = make_runner(checkpoint)
-    config, draft = config_of(runner), load_draft(runner, folder, branching=BRANCHING, most_steps=3)
-    program = WatchedProgram.of_runner(runner, config, draft=draft)
-    loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program)
-    assert program.drafter is not None
-    program.drafter.pace = FixedSteps(3)
+    loop, program = watched(checkpoint, folder)
     loop.reload(other)
     watcher, driver = Watcher(program, model, other, folder), Driver(loop)
     spec = replace(SPECS["greedy"], max_new_tokens=8)
