@@ -113,23 +113,6 @@ def test_scores_of_prompts_are_the_models(
             assert list(scored.logprobs.token_logprobs) == pytest.approx(expected, abs=1e-3)
 
 
-def test_bad_parameters_are_named(client: openai.OpenAI) -> None:
-    bad: list[tuple[str, dict[str, Any]]] = [
-        ("temperature", {"temperature": -1}),
-        ("max_tokens", {"max_tokens": 1_000_000}),
-        ("stop", {"stop": ["x"] * 17}),
-        ("top_p", {"top_p": 0}),
-        ("max_token", {"extra_body": {"max_token": 3}}),
-    ]
-    for param, options in bad:
-        with pytest.raises(openai.BadRequestError) as caught:
-            arguments: dict[str, Any] = {"model": "target", "prompt": PROMPT} | options
-            client.completions.create(**arguments)
-        assert caught.value.param == param
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "hi"}])
-
-
 @pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_calls_that_are_required_are_made_with_and_without_drafts(client: openai.OpenAI, choice: Any) -> None:

@@ -122,19 +122,3 @@ def _sampled_p(device: torch.device, rows: int, chi_square_p: Callable[..., floa
 @pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_samples_follow_the_law(device: torch.device, chi_square_p: Callable[..., float]) -> None:
     assert _sampled_p(device, 200_000 if device.type == "cuda" else 10_000, chi_square_p) > 1e-4
-
-
-def _agrees_with_the_reference(device: torch.device) -> bool:
-    q, p = (rows.expand(12, -1, -1).contiguous() for rows in _rows(0))
-    ids = torch.multinomial(
-        _rows(0)[0], 12, replacement=True, generator=torch.Generator().manual_seed(1)
-    ).T.contiguous()
-    expected = chain_sampling.chain_speculative_sampling_reference(q, ids, p, 21)
-    given: list[Any] = [part.to(device) for part in (q, ids, p)]
-    found = chain_sampling.chain_speculative_sampling(*given, seed=21)
-    return [part.tolist() for part in found] == [part.tolist() for part in expected]
-
-
-def test_triton_tokens_are_those_of_the_reference(triton_device: torch.device) -> None:
-    """So the reference's law is the kernels'."""
-    assert _agrees_with_the_reference(triton_device)

@@ -118,27 +118,3 @@ _TREES = [_Tree(237)] if INTERPRETED else [_Tree(number) for number in range(40)
 def test_the_law_is_the_targets(device: torch.device) -> None:
     operator = tree_sampling.tree_speculative_sampling_target_only
     assert max(_error(tree, operator, device) for tree in _TREES) < 1e-6
-
-
-def _wide_error(device: torch.device) -> float:
-    """Error of a lone root's law over several blocks of V from evenly spread uniforms, times their number."""
-    vocab_size, count = (20_000, 4096) if device.type == "cuda" else (2100, 24)
-    target = torch.zeros(vocab_size)
-    heavy = torch.arange(7, vocab_size, 399)
-    target[heavy] = torch.rand(len(heavy), generator=torch.Generator().manual_seed(1)) + 0.5
-    target /= target.sum()
-    given = torch.zeros(count, 1, dtype=torch.int64, device=device)
-    rows, none = torch.arange(count, device=device)[:, None], given - 1
-    predicts = torch.full((count,), -1, dtype=torch.int32, device=device)
-    outputs = predicts, torch.zeros(count, 2, dtype=torch.int32, device=device), torch.zeros_like(predicts)
-    uniforms = torch.zeros(count, 1, device=device), ((torch.arange(count) + 0.5) / count).to(device)
-    target_probs = target.to(device).expand(count, 1, -1)
-    tree_sampling.tree_speculative_sampling_target_only(
-        *outputs, given, rows, none, none, *uniforms, target_probs, None
-    )
-    found = predicts.long().cpu().bincount(minlength=vocab_size)
-    return float((found - target * count).abs().max())
-
-
-def test_triton_law_over_several_blocks(triton_device: torch.device) -> None:
-    assert _wide_error(triton_device) <= 1.001
