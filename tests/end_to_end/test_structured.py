@@ -9,13 +9,11 @@ from typing import Any
 import grpc
 import jsonschema
 import pytest
-from tokenizers import Tokenizer
 
 from outrider.client import AsyncClient, Client, GenerationOutput
-from outrider.client.request import GenerateOptions, build_request
 from outrider.errors import InvalidRequest
 from outrider.local import LocalService
-from outrider.models import embedded_target_path, held_out_prompts
+from outrider.models import held_out_prompts
 
 from .conftest import PATIENT
 from .schemas import SCHEMAS
@@ -106,21 +104,6 @@ def test_rules_with_coins(client: Client, verification: Any) -> None:
     for seed in range(2):
         output = client.generate(PROMPT, temperature=1.0, seed=seed, verification=verification, **SCHEMA)
         assert set(json.loads(output.text)) == {"user", "place"}
-
-
-async def test_a_resumed_request_goes_on(service: LocalService) -> None:
-    tokenizer = Tokenizer.from_file(str(embedded_target_path() / "tokenizer.json"))
-    settings: dict[str, Any] = {"temperature": 1.0, "seed": 5, **SCHEMA}
-    async with AsyncClient(service.endpoint) as client:
-        whole = await client.generate(PROMPT, **settings)
-        # As a client that has had a part of it, and lost its connection.
-        received = list(whole.token_ids[:6])
-        request = build_request(PROMPT, GenerateOptions(**settings))
-        request.received.add(index=0, token_ids=received, text_bytes=len(tokenizer.decode(received).encode()))
-        rest: list[int] = []
-        async for event in client._endpoints.in_order()[0].stub.Generate(request):
-            rest.extend(event.delta.token_ids)
-    assert [*received, *rest] == list(whole.token_ids)
 
 
 @pytest.mark.skipif(not HAS_VLLM_DOOR, reason="the extra `vllm-grpc` is not installed")
