@@ -14,6 +14,7 @@ from outrider.kernels.verification.build_tree_kernels import launch_build_tree
 
 # Columns are given as lists, whose lengths no type tells.
 build_tree: Any = build_tree_kernel_efficient
+reference_tree: Any = build_tree_reference
 
 _HUGE = 2**32
 
@@ -46,7 +47,7 @@ def _run(
     outputs = [poisoned((requests, nodes), device, tree.dtype) for _ in range(4)]
     lengths = torch.tensor(tree.lengths, dtype=tree.dtype, device=device)
     if reference:
-        build_tree_reference(*columns, lengths, mask, outputs, tree.topk, tree.depth, TreeMaskMode(mode))
+        reference_tree(*columns, lengths, mask, outputs, tree.topk, tree.depth, TreeMaskMode(mode))
     else:
         build_tree(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
     written = mask.cpu().tolist()

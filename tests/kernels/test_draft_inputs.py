@@ -25,7 +25,7 @@ from outrider.kernels.drafting.expand_inputs import copy_and_expand_reference
 from outrider.kernels.drafting.step_inputs import eagle_step_reference
 
 Given = dict[str, Any]
-Call = Callable[[Given, list[Any], list[Any]], None]
+Arguments = Callable[[Given, list[Any], list[Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,10 @@ class Operator:
     outputs: Sequence[str]
     sizes: Callable[[Given], list[int]]
     draw: Callable[[Random, Any], Given]
-    operator: Call
-    reference: Call
+    operator: Callable[..., None]
+    arguments: Arguments
+    reference: Callable[..., None]
+    its_arguments: Arguments
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -98,6 +100,10 @@ def _expanded_sizes(given: Given) -> list[int]:
     return [rows + requests * (slots - given["shift_input_ids"])] * 4 + [requests * slots, rows]
 
 
+def _sizes(given: Given) -> list[int]:
+    return [given["block_size"], given["max_model_len"]]
+
+
 def _expansion(given: Given) -> list[Any]:
     names = ("padding_token_id", "parallel_drafting_token_id", "num_padding_slots_per_request", "shift_input_ids")
     return [given[name] for name in names]
@@ -110,8 +116,10 @@ _OPERATORS = {
         outputs=("token_indices_to_sample", "num_rejected_tokens"),
         sizes=lambda given: [len(given["cu_num_draft_tokens"])] * 2,
         draw=_draw_rejections,
-        operator=lambda _, columns, outputs: eagle_prepare_inputs_padded(*columns, *outputs),
-        reference=lambda _, columns, outputs: prepare_inputs_reference(columns, outputs),
+        operator=eagle_prepare_inputs_padded,
+        arguments=lambda _, columns, outputs: [*columns, *outputs],
+        reference=prepare_inputs_reference,
+        its_arguments=lambda _, columns, outputs: [columns, outputs],
     ),
     "prepare_next_token": Operator(
         recorded="eagle_prepare_next_token_padded",
@@ -119,10 +127,10 @@ _OPERATORS = {
         outputs=("next_token_ids", "valid_sampled_tokens_count"),
         sizes=lambda given: [len(given["sampled_token_ids"])] * 2,
         draw=_draw_samples,
-        operator=lambda given, columns, outputs: eagle_prepare_next_token_padded(
-            *columns, *outputs, given["vocab_size"]
-        ),
-        reference=lambda given, columns, outputs: prepare_next_token_reference(*columns, given["vocab_size"], outputs),
+        operator=eagle_prepare_next_token_padded,
+        arguments=lambda given, columns, outputs: [*columns, *outputs, given["vocab_size"]],
+        reference=prepare_next_token_reference,
+        its_arguments=lambda given, columns, outputs: [*columns, given["vocab_size"], outputs],
     ),
     "step": Operator(
         recorded="eagle_step_slot_mapping",
@@ -130,12 +138,15 @@ _OPERATORS = {
         outputs=("clamped_positions", "slot_mapping"),
         sizes=lambda given: [len(given["positions"]), given["input_batch_size"]],
         draw=_draw_steps,
-        operator=lambda given, columns, outputs: eagle_step_update_slot_mapping_and_metadata(
-            *columns, given["block_size"], given["max_model_len"], *outputs, given["input_batch_size"]
-        ),
-        reference=lambda given, columns, outputs: eagle_step_reference(
-            *columns[:2], given["block_size"], given["max_model_len"], (columns[2], *outputs), given["input_batch_size"]
-        ),
+        operator=eagle_step_update_slot_mapping_and_metadata,
+        arguments=lambda given, columns, outputs: [*columns, *_sizes(given), *outputs, given["input_batch_size"]],
+        reference=eagle_step_reference,
+        its_arguments=lambda given, columns, outputs: [
+            *columns[:2],
+            *_sizes(given),
+            (columns[2], *outputs),
+            given["input_batch_size"],
+        ],
     ),
     "expand": Operator(
         recorded="copy_and_expand_inputs",
@@ -143,8 +154,10 @@ _OPERATORS = {
         outputs=("input_ids", "positions", "is_rejected", "is_masked", "new_token_indices", "hidden_state_mapping"),
         sizes=_expanded_sizes,
         draw=_draw_expansion,
-        operator=lambda given, columns, outputs: copy_and_expand_eagle_inputs(*columns, *_expansion(given), *outputs),
-        reference=lambda given, columns, outputs: copy_and_expand_reference(columns, *_expansion(given), outputs),
+        operator=copy_and_expand_eagle_inputs,
+        arguments=lambda given, columns, outputs: [*columns, *_expansion(given), *outputs],
+        reference=copy_and_expand_reference,
+        its_arguments=lambda given, columns, outputs: [columns, *_expansion(given), outputs],
     ),
 }
 
@@ -160,7 +173,10 @@ def _written(
         kind = torch.bool if output.startswith("is_") else (torch.int32, torch.int64)[place % 2]
         strided = torch.full((2 * size + 4,), POISON, device=device).to(kind)[::2]
         outputs.append(strided if place % 2 else strided.contiguous())
-    (operator.reference if reference else operator.operator)(given, columns, outputs)
+    if reference:
+        operator.reference(*operator.its_arguments(given, columns, outputs))
+    else:
+        operator.operator(*operator.arguments(given, columns, outputs))
     return [tensor.tolist() for tensor in (*columns, *outputs)]
 
 

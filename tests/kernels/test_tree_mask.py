@@ -19,7 +19,7 @@ def _outputs(requests: int, nodes: int, device: torch.device, dtype: torch.dtype
 
 def _expected(mask: torch.Tensor, lengths: torch.Tensor) -> list[list[list[int]]]:
     """Positions, rows, first children and next siblings of masks [bs, n, n] by the reference."""
-    outputs = _outputs(*mask.shape[:2], torch.device("cpu"))
+    outputs = _outputs(len(mask), mask.shape[1], torch.device("cpu"))
     reconstruct_reference(mask.flatten(), lengths, outputs)
     return [output.tolist() for output in outputs]
 

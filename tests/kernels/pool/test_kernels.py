@@ -188,7 +188,7 @@ class Pair:
             packed.words.view(torch.int32).fill_(-7)
         pack_reference(self.loops, mine, packs[0])
         pack(self.kernels, theirs, packs[1])
-        assert_same_columns(*packs)
+        assert_same_columns(packs[0], packs[1])
         self.compare()
         if self.drafts:
             rows = self.buckets[launched][0]

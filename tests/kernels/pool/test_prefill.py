@@ -439,16 +439,16 @@ def _check_kernels(device: torch.device, seed: int, size: tuple[int, int, int, i
         count = torch.tensor([len(words) + rng.choice([0, -2, 9])], dtype=torch.int32)
         take_chunks_reference(pools[0], words, count, taken[0], selections[0].reserved_sessions)
         take_chunks(pools[1], words.to(device), count.to(device), taken[1], selections[1].reserved_sessions)
-        assert_same_columns(*pools)
-        assert_same_columns(*taken)
+        assert_same_columns(pools[0], pools[1])
+        assert_same_columns(taken[0], taken[1])
         assert int(selections[0].reserved_sessions) == int(taken[0].count)
         for pool, selection, packed in zip(pools, selections, packs, strict=True):
             select(pool, selection, 0)
             pack(pool, selection, packed)
         pack_chunks_reference(pools[0], selections[0], taken[0], packs[0])
         pack_chunks(pools[1], selections[1], taken[1], packs[1])
-        assert_same_columns(*packs)
-        assert_same_columns(*selections)
+        assert_same_columns(packs[0], packs[1])
+        assert_same_columns(selections[0], selections[1])
         assert int(selections[0].reserved_sessions) == 0
         seen += int(taken[0].count)
     return seen
