@@ -70,7 +70,6 @@ class Resident:
         self.draft = load_draft(runner, draft_folder)
         self.draft = self.draft if slots is None else replace(self.draft, num_slots=slots)
         self.loop, self.program = rounds_of(runner, draft=self.draft, **overrides)
-        assert self.program.drafter is not None
         self.drafter: ResidentModel = self.program.drafter
         self.drafter.pace = FixedSteps(steps)
 

@@ -16,8 +16,6 @@ from tests.target_worker.rounds.driving import (
     SPECS,
     Driver,
     FixedSteps,
-    FixedTimes,
-    config_of,
     make_runner,
     no_tree,
     open_request,
@@ -57,11 +55,10 @@ class WatchedProgram(RoundProgram):
 def watched(target: Path, folder: Path) -> tuple[RoundLoop, WatchedProgram]:
     """Rounds with three steps of a head before each."""
     runner = make_runner(target)
-    config, draft = config_of(runner), load_draft(runner, folder, branching=BRANCHING, most_steps=3)
-    program = WatchedProgram.of_runner(runner, config, draft=draft)
-    assert program.drafter is not None
+    draft = load_draft(runner, folder, branching=BRANCHING, most_steps=3)
+    loop, program = rounds_of(runner, kind=WatchedProgram, chunk=5, draft=draft)
     program.drafter.pace = FixedSteps(3)
-    return RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program), program
+    return loop, program
 
 
 class Watcher:
@@ -169,7 +166,6 @@ def test_one_guess_a_round(checkpoint: Path, reference_model: LlamaForCausalLM, 
     runner = make_runner(checkpoint)
     draft = load_draft(runner, tmp_path, branching=1, most_steps=1)
     loop, program = rounds_of(runner, draft=draft)
-    assert program.drafter is not None
     program.drafter.pace = FixedSteps(1)
     driver = Driver(loop)
     decoded = driver.open(1, SPECS[name], wanted, no_tree)
@@ -184,7 +180,6 @@ def test_what_ships_is_often_right(device: str, folder: Path, least: float):
     runner = ModelRunner(EngineConfig(model_path=embedded_target_path(), num_slots=1024, max_num_seqs=4, device=device))
     draft = load_draft(runner, folder)
     loop, program = rounds_of(runner, draft=draft)
-    assert program.drafter is not None
     program.drafter.pace = FixedSteps(4)
     tokenizer = Tokenizer.from_file(str(embedded_target_path() / "tokenizer.json"))
     for number, text in enumerate(held_out_prompts()[:3]):
