@@ -1,7 +1,5 @@
 """Messages that nobody should send, some hundreds at every service; `benchmarks/fuzz.py` sends ten thousand."""
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.v1 import generation_pb2, target_pb2
 
+pytestmark = pytest.mark.usefixtures("silence")
 MESSAGES, ANSWERS = 300, 12
 
 
@@ -22,14 +21,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny-llama")
     write_checkpoint(made)
     return made
-
-
-@pytest.fixture(autouse=True)
-def silence() -> Iterator[None]:
-    # What every wrong message is answered with is no news.
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 async def test_every_message_is_answered_as_it_should_be_and_leaves_nothing_behind(folder: Path):

@@ -1,8 +1,7 @@
 """Leases that nobody should send, some dozens; `benchmarks/fuzz.py` sends ten thousand."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -15,16 +14,9 @@ from outrider.addresses import resolver
 from outrider.roles.registration import Registrar
 from outrider.v1 import registry_pb2
 
+pytestmark = pytest.mark.usefixtures("silence")
 GOOD = registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=20, lease_ms=1000).SerializeToString()
 NO_PAUSE = registry_pb2.Lease(incarnation=1, lease_ms=1000).SerializeToString()
-
-
-@pytest.fixture(autouse=True)
-def silence() -> Iterator[None]:
-    # What every wrong message is answered with is no news.
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 async def until_heard(*streams: Sequence[bytes]) -> None:

@@ -19,14 +19,11 @@ def test_every_operator_is_among_them():
     assert not {name for name in operators if f"ops.{name}(" not in source}
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("group", malformed.GROUPS)
-def test_the_references_survive_them(group: str):
-    malformed.GROUPS[group](malformed.Inputs(torch.device("cpu")))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("group", malformed.GROUPS)
-def test_the_kernels_survive_them(group: str):
-    malformed.GROUPS[group](malformed.Inputs(torch.device("cuda")))
-    torch.cuda.synchronize()
+def test_references_and_kernels_survive_them(group: str, device: str):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    malformed.GROUPS[group](malformed.Inputs(torch.device(device)))
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.rounds import timeline
@@ -124,36 +125,18 @@ def test_growth_is_due_in_the_first_round_that_begins_behind_it_and_its_lead():
 
 
 def _round(
-    times_ms: Sequence[float],
-    *,
-    measured: bool = False,
-    rows: int = 1,
-    tokens: int = 1,
-    accepted: int = 0,
-    commits: Sequence[Commit] = (),
+    times_ms: Sequence[float], *, measured: bool = False, rows: int = 1, tokens: int = 1, accepted: int = 0, **more: Any
 ) -> Round:
-    times = [round(_MS * at) for at in times_ms]
+    times, commits = [round(_MS * at) for at in times_ms], more.get("commits", ())
     return Round(
-        generation=0,
-        measured=measured,
-        times_ns=times,
-        sessions=1,
-        rows=rows,
-        tokens=tokens,
-        accepted=accepted,
+        generation=0, measured=measured, times_ns=times, sessions=1, rows=rows, tokens=tokens, accepted=accepted,
         commits=commits,
-    )
+    )  # fmt: skip
 
 
 def _written(kind: int, at_ms: float, *, as_of: int, tokens: Sequence[int]) -> Written:
     """A chain."""
     ids = [100 * (kind + 1) + place for place in range(len(tokens))]
-    grown = Grown(
-        number=1,
-        as_of=as_of,
-        node_ids=ids,
-        parents=[0, *ids[:-1]],
-        tokens=tokens,
-        acceptances=[0.9] * len(tokens),
-    )
+    parents, acceptances = [0, *ids[:-1]], [0.9] * len(tokens)
+    grown = Grown(number=1, as_of=as_of, node_ids=ids, parents=parents, tokens=tokens, acceptances=acceptances)
     return Written(kind=kind, at_ns=round(_MS * at_ms), grown=grown)

@@ -1,19 +1,24 @@
 """The sceptic's bench: real processes on one side, a plain loop over transformers' own forward on the other."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from outrider.client import AsyncClient, Client, GenerationOutput
 from outrider.local import LocalService
 from outrider.models import embedded_target_path, held_out_prompts
 from outrider.sampling import SamplingSpec
 
 # Two choices whose scores lie this near may swap with the shape of a batch (float32 rows differ by about 1e-5).
 NEAR_TIE = 1e-4
+
+RULES: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 2**63 + 11}}
 
 _MASK = np.uint64(0xFFFFFFFF)
 
@@ -72,11 +77,24 @@ class Reference:
         return self.generate_each([prompt], spec)[0]
 
     def generate_each(self, prompts: Sequence[Sequence[int]], spec: SamplingSpec) -> list[ReferenceOutput]:
-        """The same asked of several prompts."""
+        """The outputs of several prompts."""
         questions = {repr((list(prompt), spec)): prompt for prompt in prompts}
         if new := {question: prompt for question, prompt in questions.items() if question not in self._known}:
             self._known.update(zip(new, self.generate_all(list(new.values()), [spec] * len(new)), strict=True))
         return [self._known[question] for question in questions]
+
+    def generate_numbered(self, prompts: Sequence[Sequence[int]], spec: SamplingSpec) -> list[ReferenceOutput]:
+        """The outputs of several prompts, the prompt's number added to the seed."""
+        specs = [replace(spec, seed=(spec.seed + number) % 2**64) for number in range(len(prompts))]
+        return self.generate_all(prompts, specs)
+
+    def generate_by_rule(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, list[ReferenceOutput]]:
+        """`generate_numbered` by each of `RULES`."""
+        stop = (self.eos,)
+        return {
+            name: self.generate_numbered(prompts, SamplingSpec(max_new_tokens=new_tokens, stop_token_ids=stop, **rule))
+            for name, rule in RULES.items()
+        }
 
     @torch.inference_mode()
     def generate_all(self, prompts: Sequence[Sequence[int]], specs: Sequence[SamplingSpec]) -> list[ReferenceOutput]:
@@ -177,6 +195,21 @@ def first_true_difference(got: Sequence[int], wanted: ReferenceOutput) -> int | 
     return None if len(got) == len(wanted.token_ids) else len(wanted.token_ids)
 
 
+async def generate_all(
+    endpoint: str, prompts: Sequence[Sequence[int]], *, at_once: int = 64, **options: Any
+) -> list[GenerationOutput]:
+    """The service's outputs of prompts; a prompt's number is added to the seed."""
+    gate = asyncio.Semaphore(at_once)
+    async with AsyncClient(endpoint) as client:
+
+        async def one(number: int, prompt: Sequence[int]) -> GenerationOutput:
+            seed = {"seed": (options["seed"] + number) % 2**64} if "seed" in options else {}
+            async with gate:
+                return await client.generate(prompt, **options | seed)
+
+        return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     # More would wait for cores that the services hold.
@@ -212,3 +245,9 @@ def one_draft() -> Iterator[LocalService]:
 def two_drafts() -> Iterator[LocalService]:
     with LocalService(drafts=2, coordinator_args=PATIENT) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def client(one_draft: LocalService) -> Iterator[Client]:
+    with Client(one_draft.endpoint) as client:
+        yield client

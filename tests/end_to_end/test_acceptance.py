@@ -5,12 +5,6 @@ import pytest
 from outrider.client import Client
 
 
-@pytest.fixture(scope="module")
-def client(one_draft):
-    with Client(one_draft.endpoint) as client:
-        yield client
-
-
 def acceptance_length(client: Client, prompts, **options) -> float:
     steps = accepted = 0
     for number, prompt in enumerate(prompts):

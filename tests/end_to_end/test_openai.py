@@ -113,23 +113,6 @@ def test_scores_of_prompts_are_the_models(
             assert list(scored.logprobs.token_logprobs) == pytest.approx(expected, abs=1e-3)
 
 
-def test_bad_parameters_are_named(client: openai.OpenAI) -> None:
-    bad: list[tuple[str, dict[str, Any]]] = [
-        ("temperature", {"temperature": -1}),
-        ("max_tokens", {"max_tokens": 1_000_000}),
-        ("stop", {"stop": ["x"] * 17}),
-        ("top_p", {"top_p": 0}),
-        ("max_token", {"extra_body": {"max_token": 3}}),
-    ]
-    for param, options in bad:
-        with pytest.raises(openai.BadRequestError) as caught:
-            arguments: dict[str, Any] = {"model": "target", "prompt": PROMPT} | options
-            client.completions.create(**arguments)
-        assert caught.value.param == param
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "hi"}])
-
-
 @pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_calls_that_are_required_are_made_with_and_without_drafts(client: openai.OpenAI, choice: Any) -> None:
@@ -162,27 +145,3 @@ def test_a_response_is_the_chat_of_the_same_text(client: openai.OpenAI) -> None:
     )
     response = client.responses.create(model="target", input=PROMPT, max_output_tokens=24, temperature=0)
     assert response.output_text == chat.choices[0].message.content
-
-
-@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
-def test_json_schema_by_the_official_client(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"even": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
-        "required": ["even", "size"],
-        "additionalProperties": False,
-    }
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-    told = [
-        client.chat.completions.create(
-            model="target", messages=[{"role": "user", "content": PROMPT}], max_tokens=80, seed=3,
-            response_format=wanted, extra_body={"speculation": mode},
-        ).choices[0]
-        for mode in ("async", "off")
-    ]  # fmt: skip
-    assert [choice.finish_reason for choice in told] == ["stop", "stop"]
-    contents = [choice.message.content for choice in told]
-    assert contents[0] == contents[1]
-    value = json.loads(contents[0] or "")
-    assert value.keys() == {"even", "size"}
-    assert value["size"] in ("small", "large")

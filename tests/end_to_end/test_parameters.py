@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from outrider.client import Client
 from outrider.sampling import SamplingSpec
 
 NEW_TOKENS = 32
@@ -26,12 +25,6 @@ RULES = {
     "bias and allowed": {"logit_bias": {300: 4.0, 10: -50.0}, "allowed_token_ids": tuple(range(2, 900))},
     "large seed": {"temperature": 1.0, "seed": 2**64 - 1},
 }
-
-
-@pytest.fixture(scope="module")
-def client(one_draft):
-    with Client(one_draft.endpoint) as client:
-        yield client
 
 
 def options_of(rule: dict) -> dict:

@@ -1,18 +1,15 @@
 """A draft model inside the target worker: no draft worker, the tokens of the plain loop, in fewer steps."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient
-from outrider.client.outputs import GenerationOutput
 from outrider.local import LocalService
 from outrider.models import embedded_draft_path
 from outrider.sampling import SamplingSpec
 
-from .conftest import PATIENT
+from .conftest import PATIENT, generate_all
 
 NEW_TOKENS = 24
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,17 +26,10 @@ def service() -> Iterator[LocalService]:
         yield service
 
 
-async def generate_all(service: LocalService, prompts: list[list[int]], **options: Any) -> list[GenerationOutput]:
-    async with AsyncClient(service.endpoint) as client:
-        return await asyncio.gather(
-            *(client.generate(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in prompts)
-        )
-
-
 async def check_until_accepted(service: LocalService, prompts: list[list[int]], expected, differs, **options) -> None:
     """Tokens are those of the plain loop; steps pay sooner or later, however busy the machine is."""
     while True:
-        outputs = await generate_all(service, prompts, **options)
+        outputs = await generate_all(service.endpoint, prompts, max_new_tokens=NEW_TOKENS, **options)
         for output, wanted in zip(outputs, expected, strict=True):
             assert differs(output.token_ids, wanted) is None
         if sum(output.speculation.accepted_tokens for output in outputs):
@@ -57,7 +47,7 @@ async def check_until_accepted(service: LocalService, prompts: list[list[int]], 
 async def test_the_same_tokens_without_a_draft_worker(service, reference, prompts, differs, name: str):
     asked, options = prompts[:8], SETTINGS[name]
     spec = SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=(reference.eos,), **options)
-    expected = reference.generate_each(asked, spec)
+    expected = reference.generate_numbered(asked, spec)
     await check_until_accepted(service, asked, expected, differs, **options)
 
 
@@ -65,7 +55,7 @@ async def test_the_same_tokens_without_a_draft_worker(service, reference, prompt
 async def test_other_modes_draft_never_or_before_every_step(service, reference, prompts, differs, speculation: str):
     asked = prompts[:4]
     spec = SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=(reference.eos,))
-    outputs = await generate_all(service, asked, speculation=speculation)
+    outputs = await generate_all(service.endpoint, asked, max_new_tokens=NEW_TOKENS, speculation=speculation)
     for output, wanted in zip(outputs, reference.generate_each(asked, spec), strict=True):
         assert differs(output.token_ids, wanted) is None
         assert (output.speculation.acceptance_length > 1.5) is (speculation == "sync")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from scipy import stats
 
-from outrider.client import Client
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.sampling import SamplingSpec
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -21,12 +20,6 @@ Coins = Literal["target_only", "rejection"]
 COINS: tuple[Coins, ...] = ("target_only", "rejection")
 # On a busy machine growth may come too late for all of a short output: then it is asked for again.
 TRIES = {"async": 8, "sync": 1, "off": 1}
-
-
-@pytest.fixture(scope="module")
-def client(one_draft):
-    with Client(one_draft.endpoint) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,12 +10,10 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.local import LocalService
 from outrider.models import embedded_eagle_path
-from outrider.sampling import SamplingSpec
 
-from .conftest import PATIENT
+from .conftest import PATIENT, RULES, generate_all
 
 NEW_TOKENS, REQUESTS = 20, 6
-SAMPLED = {"temperature": 1.0, "seed": 2**63 + 11}
 MIXTURES = ("ngram", "model+ngram", "eagle", "ngram+eagle", "model+ngram+eagle")
 
 
@@ -32,38 +29,22 @@ def service() -> Iterator[LocalService]:
 
 
 @pytest.fixture(scope="module")
-def expected(reference, prompts) -> dict[str, list]:
-    def outputs(spec: SamplingSpec) -> list:
-        specs = [replace(spec, seed=(spec.seed + number) % 2**64) for number in range(REQUESTS)]
-        return reference.generate_all(prompts[:REQUESTS], specs)
-
-    stop = (reference.eos,)
-    return {
-        "greedy": outputs(SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=stop)),
-        "sampled": outputs(SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=stop, **SAMPLED)),
-    }
+def expected(reference, prompts):
+    return reference.generate_by_rule(prompts[:REQUESTS], NEW_TOKENS)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rule", ["greedy", "sampled"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mixture", MIXTURES)
 async def test_every_source_and_mixture_gives_the_same_tokens(service, prompts, expected, differs, *, mixture, rule):
-    options: dict[str, Any] = dict(SAMPLED) if rule == "sampled" else {}
     words = mixture.split("+")
-    async with AsyncClient(service.endpoint) as client:
-
-        async def one(number: int, mode: Any) -> Any:
-            own = options | ({"seed": (options["seed"] + number) % 2**64} if options else {})
-            return await client.generate(
-                prompts[number], max_new_tokens=NEW_TOKENS, speculation=mode, sources=words, **own
-            )
-
-        # The second time, a trie knows the output.
-        outputs = [
-            result
-            for mode in ("async", "sync")
-            for result in await asyncio.gather(*(one(number, mode) for number in range(REQUESTS)))
-        ]
+    options = RULES[rule] | {"max_new_tokens": NEW_TOKENS, "sources": words}
+    # The second time, a trie knows the output.
+    outputs = [
+        output
+        for mode in ("async", "sync")
+        for output in await generate_all(service.endpoint, prompts[:REQUESTS], speculation=mode, **options)
+    ]
     for place, output in enumerate(outputs):
         wanted = expected[rule][place % REQUESTS]
         parted = differs(output.token_ids, wanted)

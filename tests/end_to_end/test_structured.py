@@ -3,20 +3,17 @@
 import asyncio
 import importlib.util
 import json
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import jsonschema
 import pytest
-from tokenizers import Tokenizer
 
 from outrider.client import AsyncClient, Client, GenerationOutput
-from outrider.client.request import GenerateOptions, build_request
 from outrider.errors import InvalidRequest
 from outrider.local import LocalService
-from outrider.models import embedded_target_path, held_out_prompts
+from outrider.models import held_out_prompts
 
 from .conftest import PATIENT
 from .schemas import SCHEMAS
@@ -31,7 +28,7 @@ SCHEMA: dict[str, Any] = {"json_schema": SCHEMAS["nested"], "disable_any_whitesp
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
     door = ["--vllm-grpc"] if HAS_VLLM_DOOR else []
-    with LocalService(drafts=2, target_args=["--deterministic"], coordinator_args=[*door, *PATIENT]) as running:
+    with LocalService(drafts=1, target_args=["--deterministic"], coordinator_args=[*door, *PATIENT]) as running:
         yield running
 
 
@@ -109,21 +106,6 @@ def test_rules_with_coins(client: Client, verification: Any) -> None:
         assert set(json.loads(output.text)) == {"user", "place"}
 
 
-async def test_a_resumed_request_goes_on(service: LocalService) -> None:
-    tokenizer = Tokenizer.from_file(str(embedded_target_path() / "tokenizer.json"))
-    settings: dict[str, Any] = {"temperature": 1.0, "seed": 5, **SCHEMA}
-    async with AsyncClient(service.endpoint) as client:
-        whole = await client.generate(PROMPT, **settings)
-        # As a client that has had a part of it, and lost its connection.
-        received = list(whole.token_ids[:6])
-        request = build_request(PROMPT, GenerateOptions(**settings))
-        request.received.add(index=0, token_ids=received, text_bytes=len(tokenizer.decode(received).encode()))
-        rest: list[int] = []
-        async for event in client._endpoints.in_order()[0].stub.Generate(request):
-            rest.extend(event.delta.token_ids)
-    assert [*received, *rest] == list(whole.token_ids)
-
-
 @pytest.mark.skipif(not HAS_VLLM_DOOR, reason="the extra `vllm-grpc` is not installed")
 def test_the_door_of_vllm_gives_the_same_tokens(service: LocalService, client: Client) -> None:
     from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
@@ -145,23 +127,6 @@ def test_what_is_wrong_is_told(client: Client) -> None:
         client.generate(PROMPT, json_schema={"type": "foo"})
     with pytest.raises(InvalidRequest, match="one of json_schema"):
         client.generate(PROMPT, regex="a", choice=["a"])
-
-
-@pytest.mark.timeout(300)
-def test_a_draft_that_dies_changes_nothing(service: LocalService, client: Client) -> None:
-    """The last test here: it takes one of the two drafts away."""
-    schema = {"type": "array", "items": {"enum": ["abc", "def", 17]}, "minItems": 24, "maxItems": 24}
-    settings: dict[str, Any] = {"json_schema": schema, "temperature": 1.0, "seed": 11, "max_new_tokens": 600}
-    wanted = client.generate(PROMPT, speculation="off", **settings)
-    tokens: list[int] = []
-    with client.stream(PROMPT, **settings) as stream:
-        for delta in stream:
-            tokens += delta.token_ids
-            if len(tokens) > 20:
-                service.processes["draft-0"].kill()
-    assert service.processes["draft-0"].wait(timeout=30) == -signal.SIGKILL
-    assert tokens == list(wanted.token_ids)
-    assert len(json.loads(wanted.text)) == 24
 
 
 async def test_many_at_once_with_and_without(service: LocalService) -> None:

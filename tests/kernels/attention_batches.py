@@ -13,15 +13,16 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 
 @dataclass(frozen=True)
 class Session:
-    """`committed` keys in the prefix, then a tree of `nodes` or, at 0 nodes, a chunk of `rows` prefill rows."""
+    """`committed` keys in the prefix, then a tree of `nodes` or of given `parents`, or `rows` of a prompt's chunk."""
 
     committed: int
     nodes: int = 0
     rows: int = 0
+    parents: Sequence[int] = ()
 
     @property
     def query_len(self) -> int:
-        return self.nodes or self.rows
+        return len(self.parents) or self.nodes or self.rows
 
 
 def make_batch(
@@ -38,11 +39,11 @@ def make_batch(
         table[number, :keys] = order[taken : taken + keys]
         taken += keys
         at = list(range(session.committed))
-        if session.nodes:
-            bits, depths = random_tree(session.nodes)
-            at += [session.committed + depth for depth in depths]
+        if parents := session.parents or random_tree(session.nodes):
+            bits = ancestor_bits(parents)
+            at += [session.committed + row.bit_count() - 1 for row in bits]
             masks += [[(row >> (64 * word)) & (2**64 - 1) for word in range(words)] for row in bits]
-            prefix_len += [session.committed] * session.nodes
+            prefix_len += [session.committed] * len(parents)
         else:
             at += range(session.committed, keys)
             masks += [[0] * words] * session.rows
@@ -66,14 +67,32 @@ def make_batch(
     return TreeAttentionBatch(**{**columns, **changes})
 
 
-def random_tree(nodes: int) -> tuple[list[int], list[int]]:
-    """Ancestor bits (self included) and depths of a random tree whose first node is the root."""
-    bits, depths = [1], [0]
-    for node in range(1, nodes):
-        parent = int(torch.randint(max(0, node - 9), node, ()))
-        bits.append(bits[parent] | 1 << node)
-        depths.append(depths[parent] + 1)
-    return bits, depths
+def random_tree(nodes: int, depth: int = 9) -> list[int]:
+    """Parents among the `depth` nodes before: deep for a small number, bushy for a large one; the root's is -1."""
+    return [int(torch.randint(max(0, node - depth), node, ())) if node else -1 for node in range(nodes)]
+
+
+def ancestor_bits(parents: Sequence[int]) -> list[int]:
+    """The mask of every node: itself, its parent, and so on."""
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((1 << node) | (masks[parent] if parent >= 0 else 0))
+    return masks
+
+
+def attention_tensors(
+    rows: int,
+    num_slots: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random queries and both caches, for heads of queries and of keys."""
+    query = torch.randn(rows, heads[0], head_dim, device=device)
+    key, value = torch.randn(2, num_slots, heads[1], head_dim, device=device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def on(device: torch.device | str, batch: TreeAttentionBatch) -> TreeAttentionBatch:

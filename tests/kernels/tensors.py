@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,24 @@ def first_path(candidates: list[int], parents: list[int], targets: list[int], pa
             break
         path.append(matching[0])
     return path
+
+
+def pieces(ends: list[float]) -> list[tuple[float, float]]:
+    """(a point inside, length) of each piece of [0, 1) between `ends`."""
+    cuts = sorted({0.0, 1.0, *(min(max(end, 0.0), 1.0) for end in ends)})
+    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(cuts) if high - low > 1e-7]
+
+
+_OF_ENTRIES = {"token", "parent", "depth", "acceptance", "value", "ids", "drafters", "stopped", "slot", "expanded"}
+_SCRATCH = {"released", "limit", "keys", "ordered"}
+
+
+def assert_same_columns(mine: Any, theirs: Any, used: torch.Tensor | None = None) -> None:
+    """Hold two dataclasses of tensors to the same bits, of a pool's entries those that are in use."""
+    for column in fields(mine):
+        ours: Any = getattr(mine, column.name, None)
+        other: Any = getattr(theirs, column.name, None)
+        if isinstance(ours, torch.Tensor) and column.name not in _SCRATCH:
+            if used is not None and column.name in _OF_ENTRIES:
+                ours, other = ours[used], other.cpu()[used]
+            assert torch.equal(ours, other.cpu()), column.name

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from tests.kernels.tensors import POISON, poisoned, recorded
 
-from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
+from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient, build_tree_reference
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask
 from outrider.kernels.verification.build_tree_kernels import launch_build_tree
 
 # Columns are given as lists, whose lengths no type tells.
 build_tree: Any = build_tree_kernel_efficient
+reference_tree: Any = build_tree_reference
 
 _HUGE = 2**32
 
@@ -26,8 +27,10 @@ def _words_dtype(nodes: int) -> torch.dtype:
     )
 
 
-def _run(tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dtype | None = None) -> SimpleNamespace:
-    """The operator's outputs for `tree`; the mask is flat, its buffer one row of cells longer than needed."""
+def _run(
+    tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dtype | None = None, *, reference: bool = False
+) -> SimpleNamespace:
+    """What is written for `tree`; the mask is flat, its buffer one row of cells longer than needed."""
     requests, nodes = len(tree.lengths), tree.nodes
     cells = {
         0: nodes * (nodes * requests + sum(tree.lengths)),
@@ -43,72 +46,19 @@ def _run(tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dt
     ]
     outputs = [poisoned((requests, nodes), device, tree.dtype) for _ in range(4)]
     lengths = torch.tensor(tree.lengths, dtype=tree.dtype, device=device)
-    build_tree(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
-    beyond = mask[cells:].cpu().to(torch.int64)
-    assert (beyond == (mode != 2)).all()
-    positions, index, child, sibling = (output.cpu().tolist() for output in outputs)
-    mask = mask[:cells].cpu()
-    if mode == 2:
-        mask = mask.view(torch.int64 if dtype == torch.int64 else dtype).tolist()
-    return SimpleNamespace(positions=positions, index=index, child=child, sibling=sibling, mask=mask)
-
-
-def _parents(parent_list: list[int], selected: list[int], topk: int) -> list[int | None]:
-    """Of every node; None for the root and where the parent is missing."""
-    parents: list[int | None] = [None]
-    for candidate in selected:
-        beam = candidate // topk
-        if candidate < 0 or beam >= max(len(parent_list), 1):
-            parents.append(None)
-        elif beam == 0:
-            parents.append(0)
-        else:
-            wanted = parent_list[beam]
-            parents.append(1 + selected.index(wanted) if wanted in selected else None)
-    return parents
-
-
-def _expected(tree: SimpleNamespace) -> SimpleNamespace:
-    """Node by node in plain Python; the mask as rows of 0 and 1, the tree part only."""
-    rows: dict[str, list] = {"positions": [], "index": [], "child": [], "sibling": [], "mask": []}
-    nodes = range(tree.nodes)
-    for request, length in enumerate(tree.lengths):
-        parents = _parents(tree.parent_list[request], tree.selected[request], tree.topk)
-        rows["index"].append([request * tree.nodes + node for node in nodes])
-        rows["child"].append([next((k for k in nodes if parents[k] == node), -1) for node in nodes])
-        rows["sibling"].append([
-            -1 if parents[node] is None else next((k for k in nodes if k > node and parents[k] == parents[node]), -1)
-            for node in nodes
-        ])  # fmt: skip
-        positions, mask = [], []
-        for start in nodes:
-            node, visits, visited = start, 0, {0}
-            while node and visits < tree.depth:
-                visited.add(node)
-                visits += 1
-                node = parents[node]
-            positions.append(length + visits)
-            mask.append([int(j in visited) for j in nodes])
-        rows["positions"].append(positions)
-        rows["mask"].append(mask)
-    return SimpleNamespace(**rows)
-
-
-def _check_against(tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dtype | None = None) -> None:
-    got, want = _run(tree, mode, device, words), _expected(tree)
-    where = (tree.nodes, len(tree.lengths), mode)
-    assert got.positions == want.positions, where
-    assert got.index == want.index, where
-    assert got.child == want.child, where
-    assert got.sibling == want.sibling, where
-    if mode == TreeMaskMode.FULL:
-        rows = [[1] * length + row for length, mask in zip(tree.lengths, want.mask, strict=True) for row in mask]
-        assert got.mask.int().tolist() == [cell for row in rows for cell in row], where
-    elif mode == TreeMaskMode.TREE_ONLY:
-        assert got.mask.int().tolist() == [cell for mask in want.mask for row in mask for cell in row], where
+    if reference:
+        reference_tree(*columns, lengths, mask, outputs, tree.topk, tree.depth, TreeMaskMode(mode))
     else:
-        bits = [sum(cell << j for j, cell in enumerate(row)) for mask in want.mask for row in mask]
-        assert [word % 2**64 for word in got.mask] == bits, where
+        build_tree(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
+    written = mask.cpu().tolist()
+    assert written[cells:] == [mode != 2] * nodes
+    positions, index, child, sibling = (output.tolist() for output in outputs)
+    return SimpleNamespace(positions=positions, index=index, child=child, sibling=sibling, mask=written[:cells])
+
+
+def _check_against_reference(tree: SimpleNamespace, mode: int, device: torch.device) -> None:
+    wanted = _run(tree, mode, torch.device("cpu"), reference=True)
+    assert _run(tree, mode, device) == wanted, (tree.nodes, len(tree.lengths), mode)
 
 
 def _grown_tree(random: Random, nodes: int, requests: int, dtype: torch.dtype = torch.int64) -> SimpleNamespace:
@@ -160,22 +110,12 @@ def _wild_tree(random: Random, nodes: int, requests: int, dtype: torch.dtype = t
 
 
 def test_recorded_cases(device: torch.device) -> None:
-    cases = []
-    for name in ("build_tree_kernel_efficient", "build_tree_malformed"):
-        cases += recorded(name)["cases"]
-    assert len(cases) == 3
-    for case in cases:
-        given = {**case["inputs"], **case.get("intermediate_derived", {})}
-        expected = {**case["expected"], **case.get("expected_masks_derived", {})}
+    for case in recorded("build_tree_kernel_efficient")["cases"]:
+        given, expected = case["inputs"], case["expected"]
         tree = SimpleNamespace(
-            parent_list=given["parent_list"],
-            selected=given["selected_index"],
-            lengths=given["seq_lens"],
-            topk=given["topk"],
-            depth=given.get("depth", given.get("spec_steps")),
-            nodes=given.get("draft_token_num", given.get("num_draft_tokens")),
-            dtype=torch.int64,
-        )
+            parent_list=given["parent_list"], selected=given["selected_index"], lengths=given["seq_lens"],
+            topk=given["topk"], depth=given["depth"], nodes=given["nodes"], dtype=torch.int64,
+        )  # fmt: skip
         masks = {0: expected.get("full_mask_flat"), 2: expected["qlen_only_bitpacking_bytes"]}
         masks[1] = torch.tensor(expected["qlen_only_bool"]).flatten().tolist()
         for mode, mask in masks.items():
@@ -199,28 +139,30 @@ def _check_sizes(
         for grow in (_grown_tree, _wild_tree):
             tree = grow(random, nodes, requests, dtypes[turn % len(dtypes)])
             modes = (0, 1, 2) if nodes <= 64 else (0, 1)
-            _check_against(tree, modes[turn % len(modes)], device)
+            _check_against_reference(tree, modes[turn % len(modes)], device)
 
 
 def _check_chain(device: torch.device, nodes: int) -> None:
-    """A chain as long as can be, a cycle with more depth than nodes, and a node that is its own parent."""
+    """A chain as long as can be, a cycle with more depth than nodes, a node that is its own parent, missing ones."""
     line = SimpleNamespace(nodes=nodes, topk=1, depth=nodes, dtype=torch.int64, lengths=[3])
     line.parent_list = [[-1, *range(nodes - 1)]]
     line.selected = [list(range(nodes - 1))]
-    _check_against(line, 1, device)
-    cycle = SimpleNamespace(nodes=4, topk=1, depth=50, dtype=torch.int64, lengths=[3, 0])
-    cycle.parent_list = [[0, 2, 3, 1] + [9] * 46, [0, 1, -1] + [9] * 47]
-    cycle.selected = [[1, 2, 3], [1, 2, 0]]
-    assert _expected(cycle).positions == [[3, 53, 53, 53], [0, 50, 1, 1]]
-    _check_against(cycle, 2, device)
+    _check_against_reference(line, 1, device)
+    cycle = SimpleNamespace(nodes=4, topk=1, depth=50, dtype=torch.int64, lengths=[3, 0, 5])
+    cycle.parent_list = [[0, 2, 3, 1] + [9] * 46, [0, 1, -1] + [9] * 47, [9] * 50]
+    cycle.selected = [[1, 2, 3], [1, 2, 0], [0, 60, -3]]
+    found = _run(cycle, 2, device)
+    assert found.positions == [[3, 53, 53, 53], [0, 50, 1, 1], [5, 6, 6, 6]]
+    assert found.child[2] == [1, -1, -1, -1]
+    _check_against_reference(cycle, 2, device)
 
 
 def test_strides_and_larger_buffers(device: torch.device) -> None:
     """Strided inputs, larger and strided outputs, bits already set, and every word type that is wide enough."""
     tree = _grown_tree(Random(1), 6, 2)
-    for words in (torch.uint8, torch.uint16, torch.uint32, torch.int64):
-        _check_against(tree, 2, device, words)
-    want = _expected(tree)
+    want = _run(tree, 2, device)
+    for words in (torch.uint16, torch.uint32, torch.int64):
+        assert _run(tree, 2, device, words) == want
     wide = [
         torch.tensor(column, device=device).repeat_interleave(2, dim=1)[:, ::2]
         for column in (tree.parent_list, tree.selected)
@@ -236,8 +178,7 @@ def test_strides_and_larger_buffers(device: torch.device) -> None:
     for link, name in zip(links, ("index", "child", "sibling"), strict=True):
         assert link[:2, :12:2].tolist() == getattr(want, name)
         assert link[2:].eq(POISON).all() and link[:, 1::2].eq(POISON).all() and link[:, 12:].eq(POISON).all()
-    bits = [[64 + sum(cell << j for j, cell in enumerate(row)) for row in mask] for mask in want.mask]
-    assert mask[:2, ::2].tolist() == bits
+    assert mask[:2, ::2].flatten().tolist() == [64 + bits for bits in want.mask]
     assert mask[2:].eq(64).all() and mask[:, 1::2].eq(64).all()
 
 
@@ -264,15 +205,15 @@ def _check_round_trip(device: torch.device, sizes: list[tuple[int, int]]) -> Non
         built = _run(tree, 1, device)
         outputs = [poisoned((requests, nodes), device) for _ in range(4)]
         lengths = torch.tensor(tree.lengths, device=device)
-        arguments: list[Any] = [built.mask.to(device), lengths, *outputs, requests, nodes]
+        arguments: list[Any] = [torch.tensor(built.mask, device=device), lengths, *outputs, requests, nodes]
         reconstruct_indices_from_tree_mask(*arguments)
         found = [output.tolist() for output in outputs]
         assert found == [built.positions, built.index, built.child, built.sibling]
 
 
-def test_grown_and_wild_trees(device: torch.device) -> None:
+def test_grown_and_wild_trees(triton_device: torch.device) -> None:
     sizes = [(1, 1), (2, 3), (5, 2), (17, 2), (9, 1), (64, 1), (8, 3), (33, 2), (3, 1), (20, 2), (130, 1), (129, 1)]
-    _check_sizes(device, sizes)
+    _check_sizes(triton_device, sizes)
 
 
 def test_chains_and_cycles(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.tensors import recorded
+from tests.kernels.tensors import pieces, recorded
 
 from outrider.kernels import chain_sampling
 
@@ -51,24 +51,18 @@ def _expected_law(q: torch.Tensor, p: torch.Tensor) -> _Law:
     return law
 
 
-def _pieces(ends: list[float]) -> list[tuple[float, float]]:
-    """(a point inside, length) of each piece of [0, 1) between `ends`."""
-    cuts = sorted({0.0, 1.0, *(min(max(end, 0.0), 1.0) for end in ends)})
-    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(cuts) if high - low > 1e-7]
-
-
 def _integrated_law(q: torch.Tensor, p: torch.Tensor, judge: Callable[..., tuple[torch.Tensor, ...]]) -> _Law:
     drafts, vocab_size = q.shape
     residuals = [*p, *(p[:drafts] - q).clamp(min=0)]
     sums = [row.double().cumsum(0) for row in residuals]
-    finals = _pieces([end for row in sums for end in (row / row[-1].clamp(min=1e-30)).tolist()])
+    finals = pieces([end for row in sums for end in (row / row[-1].clamp(min=1e-30)).tolist()])
     law: _Law = defaultdict(float)
     for ids in itertools.product(range(vocab_size), repeat=drafts):
         chosen = [(float(q[i, token].double()), float(p[i, token].double())) for i, token in enumerate(ids)]
         drafted = torch.tensor([given for given, _ in chosen]).prod().item()
         if drafted == 0:
             continue
-        points = list(itertools.product(*(_pieces([wanted / given]) for given, wanted in chosen), finals))
+        points = list(itertools.product(*(pieces([wanted / given]) for given, wanted in chosen), finals))
         count = len(points)
         coins = torch.tensor([[point for point, _ in row[:-1]] for row in points], dtype=torch.float64)
         final = torch.tensor([[row[-1][0]] for row in points], dtype=torch.float64).expand(-1, drafts + 1)
@@ -124,25 +118,7 @@ def _sampled_p(device: torch.device, rows: int, chi_square_p: Callable[..., floa
     return smallest
 
 
-def test_samples_follow_the_law(chi_square_p: Callable[..., float]) -> None:
-    assert _sampled_p(torch.device("cpu"), 10_000, chi_square_p) > 1e-4
-
-
-def _agrees_with_the_reference(device: torch.device) -> bool:
-    q, p = (rows.expand(12, -1, -1).contiguous() for rows in _rows(0))
-    ids = torch.multinomial(
-        _rows(0)[0], 12, replacement=True, generator=torch.Generator().manual_seed(1)
-    ).T.contiguous()
-    expected = chain_sampling.chain_speculative_sampling_reference(q, ids, p, 21)
-    given: list[Any] = [part.to(device) for part in (q, ids, p)]
-    found = chain_sampling.chain_speculative_sampling(*given, seed=21)
-    return [part.tolist() for part in found] == [part.tolist() for part in expected]
-
-
-def test_triton_tokens_are_those_of_the_reference(triton_device: torch.device) -> None:
-    """So the reference's law is the kernels'."""
-    assert _agrees_with_the_reference(triton_device)
-
-
-def test_cuda_samples_follow_the_law(cuda: torch.device, chi_square_p: Callable[..., float]) -> None:
-    assert _sampled_p(cuda, 200_000, chi_square_p) > 1e-4
+# The interpreter would take long.
+@pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_samples_follow_the_law(device: torch.device, chi_square_p: Callable[..., float]) -> None:
+    assert _sampled_p(device, 200_000 if device.type == "cuda" else 10_000, chi_square_p) > 1e-4

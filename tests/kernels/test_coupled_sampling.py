@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels import coupled_sampling, noise
+from outrider.kernels import noise
 from outrider.kernels.coupled_sampling import (
     coupled_choice,
     coupled_choice_reference,
@@ -16,7 +16,6 @@ from outrider.kernels.coupled_sampling import (
     coupled_topk_scored_reference,
 )
 from outrider.kernels.sampling import coupled_kernels as coupled_sampling_kernels
-from outrider.kernels.sampling.coupled_thresholds import threshold_kernel
 from outrider.kernels.sampling.row_arguments import checked_rows
 
 # Arguments by name; Any, as they are also taken apart, replaced and left out.
@@ -363,28 +362,6 @@ def test_triton_a_misleading_sample_costs_nothing_but_time(
 ) -> None:
     _set_sizes(monkeypatch, _LIST=128, _FEW=few, _TILE=64, _SAMPLE=64)
     _check_triton(_misleading_rows(520, 64), triton_device, 2)
-
-
-def test_triton_thresholds_equal_the_reference(triton_device: torch.device) -> None:
-    columns = _columns(
-        (torch.randn(9, 200) * 4).round() / 2 + torch.randn(9, 1),
-        temperature=torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0, 1.0, 0.3, 1.0, 1.0]),
-        top_k=torch.tensor([1, 7, 199, 50, 0, 0, 0, 20, 0]),
-        top_p=torch.tensor([1.0, 1.0, 1.0, 0.9, 0.0, 0.5, 0.97, 0.6, 1.0]),
-        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.3, 0.1]),
-    )
-    wanted = coupled_sampling._thresholds(
-        columns["logits"] / columns["temperature"][:, None], columns["top_k"], columns["top_p"], columns["min_p"]
-    )
-    logits, *filters = (
-        columns[name].to(triton_device) for name in ("logits", "temperature", "top_k", "top_p", "min_p")
-    )
-    found = torch.empty(9, device=triton_device)
-    strides = (*logits.stride(), *logits.stride())
-    threshold_kernel[(9,)](logits, logits, *filters, found, *strides, 200, HAS_BIAS=False, BLOCK=128)
-    # min-p's is a sum with a logarithm, the others are logits.
-    assert torch.equal(found[:7].cpu(), wanted[:7])
-    torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=2e-6)
 
 
 def test_cuda_choices_replay_from_a_graph(cuda: torch.device) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.kernels.attention_batches import Session, make_batch, on
 
 from outrider.kernels import backend
 from outrider.kernels.attention.rotary_store import rotary_store
@@ -48,19 +49,8 @@ _COLUMNS = (_HEADS + 2 * _HEADS_KV) * _DIM
 
 
 def _batch() -> TreeAttentionBatch:
-    device, keys = torch.device("cuda"), _KEYS + _ROWS
-    return TreeAttentionBatch(
-        slot_table=torch.randperm(1000, device=device, dtype=torch.int32)[None, :keys].clone(),
-        query_start=torch.tensor([0, _ROWS], dtype=torch.int32, device=device),
-        tree_start=torch.tensor([_KEYS], dtype=torch.int32, device=device),
-        prefix_len=torch.full((_ROWS,), _KEYS, dtype=torch.int32, device=device),
-        key_len=torch.tensor([keys], dtype=torch.int32, device=device),
-        tree_mask=torch.tensor([[(2 << row) - 1] for row in range(_ROWS)], device=device),
-        max_query_len=_ROWS,
-        max_key_len=keys,
-        positions=torch.arange(_KEYS, keys, device=device, dtype=torch.int32),
-        slot_positions=torch.arange(1000, device=device, dtype=torch.int32),
-    )
+    """Rows that stand one below the other."""
+    return on("cuda", make_batch([Session(_KEYS, parents=range(-1, _ROWS - 1))], num_slots=1000))
 
 
 def _operators() -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
@@ -69,7 +59,7 @@ def _operators() -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], objec
     batch, weight = _batch(), torch.ones(_COLUMNS, device=device, dtype=dtype)
     caches = torch.randn(2, 1000, _HEADS_KV, _DIM, device=device, dtype=dtype)
     table = torch.randn(1000, 2, _DIM // 2, device=device)
-    slots = batch.slot_table[0, _KEYS:].long()
+    slots = batch.slot_table[0, _KEYS : _KEYS + _ROWS].long()
     rows = torch.randn(_ROWS, _COLUMNS, device=device, dtype=dtype)
     query = torch.randn(_ROWS, _HEADS, _DIM, device=device, dtype=dtype)
 

@@ -14,27 +14,29 @@ from outrider.kernels.backend import jit, tl
 from outrider.kernels.sampling import noise_blocks
 
 
-def _words(value: int) -> list[int]:
-    column = np.array([value], dtype=np.uint64)
-    return [int(word[0]) for word in noise._philox4x32(*[column] * 6)]
-
-
-def test_philox_known_answers() -> None:
-    # Random123's kat_vectors for philox4x32 with 10 rounds.
-    assert _words(0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert _words(0xFFFFFFFF) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
-    words = noise._philox4x32(*[np.array([value], dtype=np.uint64) for value in pi])
-    assert [int(word[0]) for word in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-
-
-def test_key_and_counter_are_laid_out_as_stated() -> None:
-    seed = 0x299F31D0A4093822
-    words = noise.philox_uint32(
-        torch.tensor([seed]), torch.tensor([0x85A308D3]), torch.tensor([4 * 0x243F6A88 + lane for lane in range(4)]),
-        stream=0x13198A2E, choice_index=torch.tensor([0x03707344]),
+# Random123's kat_vectors for philox4x32 with 10 rounds: counter and key, and the words.
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_known_answers_with_key_and_counter_laid_out_as_stated(
+    counter: list[int], key: list[int], words: list[int]
+) -> None:
+    quarter, position, stream, choice = counter
+    seed = key[1] << 32 | key[0]
+    found = noise.philox_uint32(
+        torch.tensor([seed - (seed >> 63 << 64)]), torch.tensor([position]), 4 * quarter + torch.arange(4),
+        stream=stream, choice_index=torch.tensor([choice]),
     )  # fmt: skip
-    assert words.tolist() == [[0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]]
+    assert found.tolist() == [words]
 
 
 def test_negative_seeds_are_bit_patterns() -> None:

@@ -6,10 +6,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from outrider.kernels.processors import ProcessorBatch, apply_processors
+from outrider.kernels.processors import ProcessorBatch, apply_processors, apply_processors_reference
 
 _VOCAB = 40
-_SESSIONS = 4
 
 
 def _rows_of(lists: list[list[int]], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +27,7 @@ def _random_batch(dtype: torch.dtype = torch.int64) -> ProcessorBatch:
     allowed = [sorted(set(_draw(20))), [], [], [7]]
     biased = [sorted(set(_draw(8))), [], [], [0, _VOCAB + 1]]
     paths = [_draw(5, 0, 12), [3, 3, 5, 3], [4, _VOCAB, -1, 11], _draw(4, 0, 6), _draw(3), [1], [], [9, 9]]
-    banned = [[0], [], [5, 6, 7], _draw(3), [], [2, _VOCAB], [], [-1]]
+    banned = [[0], [], [5, 6, 7], _draw(3), [], [-1, 2, _VOCAB], [], [-1]]
     count_start, count_tokens = _rows_of(counted, dtype)
     bias_start, bias_tokens = _rows_of(biased, dtype)
     allowed_start, allowed_tokens = _rows_of(allowed, dtype)
@@ -54,50 +53,6 @@ def _random_batch(dtype: torch.dtype = torch.int64) -> ProcessorBatch:
     )
 
 
-def _part(start: torch.Tensor | None, entries: torch.Tensor | None, index: int) -> list:
-    if start is None or entries is None:
-        return []
-    return entries[int(start[index]) : int(start[index + 1])].tolist()
-
-
-def _brute_force(logits: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
-    """Entry by entry, straight from the definition, in float64."""
-    out = logits.double().clone()
-    for row, session in enumerate(batch.row_session.tolist()):
-        if 0 <= session < _SESSIONS:
-            known = dict(
-                zip(
-                    _part(batch.count_start, batch.count_tokens, session),
-                    _part(batch.count_start, batch.count_output, session),
-                    strict=True,
-                )
-            )
-            path = _part(batch.path_start, batch.path_tokens, row)
-            bias = dict(
-                zip(
-                    _part(batch.bias_start, batch.bias_tokens, session),
-                    _part(batch.bias_start, batch.bias_values, session),
-                    strict=True,
-                )
-            )
-            allowed = _part(batch.allowed_start, batch.allowed_tokens, session)
-            for token in range(logits.shape[1]):
-                value = float(out[row, token])
-                if batch.repetition_penalty is not None and (token in known or token in path):
-                    assert batch.frequency_penalty is not None and batch.presence_penalty is not None
-                    repetition = float(batch.repetition_penalty[session])
-                    count = known.get(token, 0) + path.count(token)
-                    value = value / repetition if value > 0 else value * repetition
-                    value -= float(batch.frequency_penalty[session]) * count
-                    value -= float(batch.presence_penalty[session]) * (count > 0)
-                value += bias.get(token, 0.0)
-                out[row, token] = -math.inf if allowed and token not in allowed else value
-        for token in _part(batch.banned_start, batch.banned_tokens, row):
-            if 0 <= token < logits.shape[1]:
-                out[row, token] = -math.inf
-    return out
-
-
 def _moved(batch: ProcessorBatch, device: torch.device) -> ProcessorBatch:
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return replace(batch, **{name: column.to(device) for name, column in columns.items() if column is not None})
@@ -117,29 +72,41 @@ def _only(batch: ProcessorBatch, groups: tuple[str, ...]) -> ProcessorBatch:
     return replace(batch, **dict.fromkeys(off))
 
 
-def _check(batch: ProcessorBatch, device: torch.device) -> None:
-    logits = torch.randn(batch.row_session.shape[0], _VOCAB)
-    changed = logits.clone().to(device)
-    apply_processors(changed, _moved(batch, device))
-    torch.testing.assert_close(changed.cpu().double(), _brute_force(logits, batch), rtol=1e-5, atol=1e-5)
+def _processed(logits: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
+    """The logits by the reference."""
+    out = logits.clone()
+    apply_processors_reference(out, batch)
+    return out
 
 
-_COMBINATIONS = [(), ("penalties",), ("bias",), ("allowed",), ("banned",), ("penalties", "bias", "allowed", "banned")]
-
-
-@pytest.mark.parametrize("groups", _COMBINATIONS)
-def test_against_the_definition(device: torch.device, groups: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "groups", [(), ("penalties",), ("bias",), ("allowed",), ("banned",), ("penalties", "bias", "allowed", "banned")]
+)
+def test_triton_against_the_reference(triton_device: torch.device, groups: tuple[str, ...]) -> None:
     for dtype in (torch.int32, torch.int64):
-        _check(_only(_random_batch(dtype), groups), device)
+        batch, logits = _only(_random_batch(dtype), groups), torch.randn(8, _VOCAB)
+        changed = logits.to(triton_device, copy=True)
+        apply_processors(changed, _moved(batch, triton_device))
+        torch.testing.assert_close(changed.cpu(), _processed(logits, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_no_session_have_their_own_banned_tokens_alone(device: torch.device) -> None:
+    batch, logits = _random_batch(), torch.randn(8, _VOCAB)
+    expected = logits[5].clone()
+    expected[2] = -math.inf
+    for session in (7, -2):
+        batch.row_session[5] = session
+        changed = logits.to(device, copy=True)
+        apply_processors(changed, _moved(batch, device))
+        assert torch.equal(changed[5].cpu(), expected)
 
 
 def test_strides_reach_the_callers_memory(device: torch.device) -> None:
     batch = _random_batch()
     logits = torch.randn(8, 2 * _VOCAB)
-    expected = _brute_force(logits[:, ::2], batch)
-    wide = logits.clone().to(device)
+    wide = logits.to(device, copy=True)
     apply_processors(wide[:, ::2], _moved(batch, device))
-    torch.testing.assert_close(wide[:, ::2].cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(wide[:, ::2].cpu(), _processed(logits[:, ::2], batch), rtol=1e-5, atol=1e-5)
     assert torch.equal(wide[:, 1::2].cpu(), logits[:, 1::2])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.attention_batches import on
+from tests.kernels.attention_batches import Session, ancestor_bits, attention_tensors, make_batch, on, random_tree
 from tests.kernels.tensors import recorded
 
 from outrider.kernels.attention import launch as tree_attention_launch
@@ -49,9 +49,7 @@ def _batch(**changes: Any) -> TreeAttentionBatch:
 def _tensors(
     batch: TreeAttentionBatch, heads: int, heads_kv: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query = torch.randn(batch.prefix_len.shape[0], heads, head_dim)
-    key, value = torch.randn(2, _SLOTS, heads_kv, head_dim)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    return attention_tensors(batch.prefix_len.shape[0], _SLOTS, (heads, heads_kv), head_dim, dtype)
 
 
 def _visible(batch: TreeAttentionBatch, session: int, row: int, window: int) -> list[int]:
@@ -135,26 +133,6 @@ def test_triton_takes_strides(triton_device: torch.device) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_masks_spelled_out_by_values() -> None:
-    # With equal scores a row is the mean of the values it sees; distinct powers of two tell which those are.
-    tree = torch.tensor([[0b1], [0b11], [0b101], [0b1101]])
-    batch = TreeAttentionBatch(
-        slot_table=torch.arange(6, dtype=torch.int32)[None],
-        query_start=_int32([0, 4]),
-        tree_start=_int32([2]),
-        prefix_len=_int32([2, 2, 2, 2]),
-        key_len=_int32([6]),
-        tree_mask=tree,
-        max_query_len=4,
-        max_key_len=6,
-    )
-    query, key = torch.zeros(4, 1, 1), torch.zeros(6, 1, 1)
-    value = 2.0 ** torch.arange(6).view(6, 1, 1)
-    out = tree_attention(query, key, value, batch, scale=1.0).flatten()
-    spelled = [round(float(out[row]) * (2 + bin(int(tree[row, 0])).count("1"))) for row in range(4)]
-    assert spelled == [(int(word) << 2) | 0b11 for word in tree[:, 0].tolist()]
-
-
 def test_a_rows_result_does_not_depend_on_other_sessions() -> None:
     batch = _batch()
     query, key, value = _tensors(batch, 3, 1, 16)
@@ -218,81 +196,33 @@ def test_half_precision_comes_back_in_its_dtype() -> None:
     torch.testing.assert_close(out.double(), _brute_force(tensors, batch, 0.3, 0, 0.0), rtol=1e-2, atol=1e-2)
 
 
-def _words(bits: list[int], count: int) -> torch.Tensor:
-    """Bit masks as [rows, count] int64 words, little-endian."""
-    packed = b"".join(mask.to_bytes(8 * count, "little") for mask in bits)
-    return torch.frombuffer(bytearray(packed), dtype=torch.int64).view(len(bits), count).clone()
-
-
-def _ancestor_bits(parents: list[int]) -> list[int]:
-    """The mask of every node: itself, its parent, and so on."""
-    masks: list[int] = []
-    for node, parent in enumerate(parents):
-        masks.append((1 << node) | (masks[parent] if parent >= 0 else 0))
-    return masks
-
-
-def _tree_batch(parents: list[list[int]], prefix: list[int], num_slots: int, **changes: Any) -> TreeAttentionBatch:
-    """One tree a session behind a prefix of its own, in slots of random order."""
-    nodes = [len(tree) for tree in parents]
-    key_len = [length + count for length, count in zip(prefix, nodes, strict=True)]
-    order = torch.randperm(num_slots).int()
-    table = torch.full((len(nodes), max(key_len)), -1, dtype=torch.int32)
-    taken = 0
-    for session, count in enumerate(key_len):
-        table[session, :count] = order[taken : taken + count]
-        taken += count
-    words = (max(nodes) + 63) // 64
-    columns: dict[str, Any] = {
-        "slot_table": table,
-        "query_start": _int32([sum(nodes[:session]) for session in range(len(nodes) + 1)]),
-        "tree_start": _int32(prefix),
-        "prefix_len": torch.repeat_interleave(_int32(prefix), torch.tensor(nodes)),
-        "key_len": _int32(key_len),
-        "tree_mask": torch.cat([_words(_ancestor_bits(tree), words) for tree in parents]),
-        "max_query_len": max(nodes),
-        "max_key_len": max(key_len),
-    }
-    return TreeAttentionBatch(**{**columns, **changes})
-
-
-def _random_tree(nodes: int, depth: int) -> list[int]:
-    """Parents among the `depth` nodes before: deep for a small number, bushy for a large one."""
-    return [-1] + [int(torch.randint(max(0, node - depth), node, (1,))) for node in range(1, nodes)]
-
-
-def test_recorded_attention(triton_device: torch.device) -> None:
+def test_recorded_attention(device: torch.device) -> None:
     for case in recorded("tree_attention"):
         keys = len(case["k"])
-        batch = _tree_batch([case["parents"]], [case["prefix_len"]], keys)
+        batch = make_batch([Session(case["prefix_len"], parents=case["parents"])], num_slots=keys)
         query, key, value = (torch.tensor(case[name])[:, None] for name in ("q", "k", "v"))
-        slots = batch.slot_table[0].long()
+        slots = batch.slot_table[0, :keys].long()
         caches = [torch.empty_like(tensor).index_copy_(0, slots, tensor) for tensor in (key, value)]
-        expected = torch.tensor(case["out"])[:, None]
-        torch.testing.assert_close(
-            tree_attention_reference(query, caches[0], caches[1], batch, scale=case["sm_scale"]), expected
-        )
-        moved = [tensor.to(triton_device) for tensor in (query, *caches)]
-        out = tree_attention(moved[0], moved[1], moved[2], on(triton_device, batch), scale=case["sm_scale"])
-        torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+        moved = [tensor.to(device) for tensor in (query, *caches)]
+        out = tree_attention(moved[0], moved[1], moved[2], on(device, batch), scale=case["sm_scale"])
+        torch.testing.assert_close(out.cpu(), torch.tensor(case["out"])[:, None], rtol=1e-4, atol=1e-5)
 
 
-def test_recorded_masks(triton_device: torch.device) -> None:
+def test_recorded_masks(device: torch.device) -> None:
     # With equal scores a row is the mean of the values it sees; powers of two spell out which keys those are.
-    layout = recorded("custom_mask_layout")["tree_batch"]
+    layout = recorded("custom_mask_layout")
     requests = layout["requests"]
     for request in requests:
-        assert _ancestor_bits(request["parents"]) == request["ancestor_bitmask"]
-    batch = _tree_batch(
-        [request["parents"] for request in requests], [request["prefix_len"] for request in requests], 21
-    )
+        assert ancestor_bits(request["parents"]) == request["ancestor_bitmask"]
+    sessions = [Session(request["prefix_len"], parents=request["parents"]) for request in requests]
+    batch = make_batch(sessions, num_slots=21)
     value = torch.zeros(21, 1, 16)
     for session, request in enumerate(requests):
         keys = request["prefix_len"] + len(request["parents"])
         value[batch.slot_table[session, :keys].long()] = 2.0 ** torch.arange(keys)[:, None, None]
     key, query = torch.zeros(21, 1, 16), torch.zeros(batch.prefix_len.shape[0], 1, 16)
-    moved = [tensor.to(triton_device) for tensor in (query, key, value)]
-    out = tree_attention(moved[0], moved[1], moved[2], on(triton_device, batch), scale=1.0)[:, 0, 0].tolist()
+    moved = [tensor.to(device) for tensor in (query, key, value)]
+    out = tree_attention(moved[0], moved[1], moved[2], on(device, batch), scale=1.0)[:, 0, 0].tolist()
     rows = [row for request in requests for row in request["dense_rows"]]
     assert [
         f"{round(mean * row.count('1')):b}"[::-1].ljust(len(row), "0") for mean, row in zip(out, rows, strict=True)
@@ -326,15 +256,12 @@ def test_scales_of_any_sign_and_size(triton_device: torch.device, scale: float, 
 @pytest.mark.parametrize("stray", [False, True])
 @pytest.mark.parametrize("window", [0, 40])
 def test_nothing_outside_the_slots_is_read(triton_device: torch.device, stray: bool, window: int) -> None:
-    nodes, prefix, num_slots = [5, 1], [61, 129], 400
-    batch = _tree_batch(
-        [_random_tree(count, 3) for count in nodes], prefix, num_slots, split_keys=64,
-        positions=torch.arange(60, 66).int(), slot_positions=torch.randint(0, 70, (num_slots,)).int(),
-    )  # fmt: skip
+    num_slots = 400
+    batch = make_batch([Session(61, nodes=5), Session(129, nodes=1)], num_slots=num_slots, split_keys=64)
     if stray:
         batch.slot_table[0, 2], batch.slot_table[0, 63], batch.slot_table[1, 100] = num_slots, -7, 2**31 - 1
     used = batch.slot_table[(batch.slot_table >= 0) & (batch.slot_table < num_slots)].long()
-    query, key, value = torch.randn(6, 4, 16), torch.randn(num_slots, 2, 16), torch.randn(num_slots, 2, 16)
+    query, key, value = attention_tensors(6, num_slots, (4, 2), 16)
     expected = tree_attention_reference(query, key, value, batch, scale=0.3, sliding_window=window)
     poisoned = [torch.full_like(cache, float("nan")).index_copy_(0, used, cache[used]) for cache in (key, value)]
     moved = [tensor.to(triton_device) for tensor in (query, *poisoned)]
@@ -346,8 +273,8 @@ def test_nothing_outside_the_slots_is_read(triton_device: torch.device, stray: b
 def test_the_kernels_own_splits(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     # As many places as let the long session have splits and the short ones none.
     monkeypatch.setattr(tree_attention_launch, "multiprocessors", lambda device: 8)
-    batch = _tree_batch([_random_tree(5, 3), [-1], _random_tree(3, 1)], [520, 3, 140], 700)
-    _agree((torch.randn(9, 2, 16), torch.randn(700, 1, 16), torch.randn(700, 1, 16)), batch, triton_device, scale=0.3)
+    batch = make_batch([Session(520, nodes=5), Session(3, nodes=1), Session(140, nodes=3)], num_slots=700)
+    _agree(attention_tensors(9, 700, (2, 1), 16), batch, triton_device, scale=0.3)
 
 
 def test_sessions_that_overlap_are_merged_from_what_was_computed(
@@ -371,8 +298,7 @@ def test_sessions_that_overlap_are_merged_from_what_was_computed(
         shape = torch.Size(sizes if isinstance(sizes[0], int) else sizes[0])
         return torch.full((shape.numel() + 2**20,), torch.nan, **options)[: shape.numel()].view(shape)
 
-    tensors = torch.randn(rows, 8, 16), torch.randn(keys, 1, 16), torch.randn(keys, 1, 16)
-    query, key, value = (tensor.to(triton_device) for tensor in tensors)
+    query, key, value = (tensor.to(triton_device) for tensor in attention_tensors(rows, keys, (8, 1), 16))
     moved = on(triton_device, batch)
     monkeypatch.setattr(torch, "empty", poisoned)
     assert tree_attention(query, key, value, moved, scale=0.3).isfinite().all()
@@ -409,17 +335,10 @@ def test_a_path_gives_the_bits_of_its_tokens_alone(
         pytest.skip("Triton's interpreter multiplies no 16-bit numbers")
     # The path 0, 2, 5, 6, 8 among nodes of other branches.
     parents, path = [-1, 0, 0, 1, 1, 2, 5, 0, 6, 2], [0, 2, 5, 6, 8]
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    options: dict[str, Any] = {"split_keys": 64, "max_query_len": 64, "max_key_len": 140}
-    slot_positions = torch.zeros(_SLOTS, dtype=torch.int32)
-    batch = _tree_batch([parents], [prefix], _SLOTS, **{**options, "max_key_len": prefix + 10})
-    table = torch.nn.functional.pad(batch.slot_table, (0, 140 - prefix - 10), value=-1)
-    positions = torch.tensor(depths, dtype=torch.int32) + prefix
-    slot_positions[table[0, :prefix].long()] = torch.arange(prefix, dtype=torch.int32)
-    slot_positions[table[0, prefix : prefix + 10].long()] = positions
-    batch = replace(batch, slot_table=table, positions=positions, slot_positions=slot_positions, max_key_len=140)
+    sizes = {"split_keys": 64, "max_query_len": 64}
+    batch = make_batch([Session(prefix, parents=parents)], num_slots=_SLOTS, **sizes)
+    table = torch.nn.functional.pad(batch.slot_table, (0, 140 - batch.slot_table.shape[1]), value=-1)
+    batch = replace(batch, slot_table=table, max_key_len=140)
     query, key, value = (tensor.to(triton_device, dtype) for tensor in _tensors(batch, 2, 1, 16))
 
     def attend(query: torch.Tensor, batch: TreeAttentionBatch) -> torch.Tensor:
@@ -463,14 +382,14 @@ def test_a_path_gives_the_bits_of_its_tokens_alone(
 @pytest.mark.parametrize("split_keys", [None, 192])
 def test_trees_of_256_nodes(triton_device: torch.device, split_keys: int | None) -> None:
     # Nodes lie across the blocks of keys at an odd place; every value tells its node.
-    parents = _random_tree(256, 20)
-    batch = _tree_batch([parents], [37], 300, split_keys=split_keys)
+    parents = random_tree(256, 20)
+    batch = make_batch([Session(37, parents=parents)], num_slots=300, split_keys=split_keys)
     value = torch.zeros(300, 1, 256)
-    value[batch.slot_table[0, 37:].long(), 0] = torch.eye(256)
+    value[batch.slot_table[0, 37 : 37 + 256].long(), 0] = torch.eye(256)
     query, key = torch.zeros(256, 1, 256), torch.zeros(300, 1, 256)
     half = torch.float32 if triton_device.type == "cpu" else torch.bfloat16
     moved = [tensor.to(triton_device, half) for tensor in (query, key, value)]
     out = tree_attention(moved[0], moved[1], moved[2], on(triton_device, batch), scale=1.0)
     seen = (out[:, 0].cpu() > 0.001).long()
     spelled = [sum(1 << node for node in row.nonzero().flatten().tolist()) for row in seen]
-    assert spelled == _ancestor_bits(parents)
+    assert spelled == ancestor_bits(parents)

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from tests.kernels.tensors import POISON, first_path, walk_outputs
 
@@ -12,7 +10,6 @@ from outrider.kernels.backend import INTERPRETED
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.verify_coupled import verify_coupled
 
-ChiSquare = Callable[[torch.Tensor, torch.Tensor], float]
 # Arguments by name; Any, as they are also taken apart, replaced and left out.
 Columns = dict[str, Any]
 # Per request, the parents of its nodes (the root's is -1).
@@ -132,58 +129,6 @@ def test_nothing_to_walk_and_nothing_to_choose() -> None:
     assert choices.shape == (0,)
     assert written["accept_token_num"].tolist() == [0, 0]
     assert (written["accept_index"] == POISON).all()
-
-
-# A target of three tokens over prefixes of up to two: the root's law, and the law after each first token.
-_FIRST = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-_SECOND = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]], dtype=torch.float64)
-_DRAWS = 6000
-
-
-def _emitted_pairs(tree_tokens: list[int]) -> torch.Tensor:
-    """The first two tokens [draws, 2] of requests of many seeds, whose roots have the children `tree_tokens`.
-
-    What the tree leaves open is chosen in a second step, as plain decoding would.
-    """
-    draws, width = _DRAWS, 1 + len(tree_tokens)
-    seeds = torch.arange(draws) * 7919 + 5
-    laws = torch.stack([_FIRST, *(_SECOND[token] for token in tree_tokens)]).log().float()
-    depth = torch.tensor([0] + [1] * len(tree_tokens))
-    links = _links((
-        torch.tensor([0, *tree_tokens]).expand(draws, -1),
-        torch.arange(draws * width).view(draws, width),
-        torch.tensor([1, *[-1] * len(tree_tokens)]).expand(draws, -1),
-        torch.tensor([-1, *range(2, width), -1][:width]).expand(draws, -1),
-    ))  # fmt: skip
-
-    def columns(logits: torch.Tensor, of: torch.Tensor, positions: torch.Tensor) -> Columns:
-        ones = torch.ones(len(of))
-        off = {"top_k": torch.zeros(len(of), dtype=torch.int64), "top_p": ones, "min_p": 0 * ones}
-        return {"logits": logits, "seeds": of, "positions": positions, "temperature": ones, **off}
-
-    outputs = _outputs(draws * width, draws, 2)
-    verify_coupled(
-        **columns(laws.repeat(draws, 1), seeds.repeat_interleave(width), 11 + depth.repeat(draws)), **links, **outputs
-    )
-    first = outputs["predicts"][::width].long()
-    plain = coupled_choice(**columns(_SECOND[first].log().float(), seeds, torch.full((draws,), 12)))
-    last = outputs["accept_index"].gather(1, outputs["accept_token_num"][:, None].long())[:, 0].long()
-    second = torch.where(outputs["accept_token_num"] > 0, outputs["predicts"][last].long(), plain)
-    return torch.stack([first, second], dim=1)
-
-
-def _pair_p(pairs: torch.Tensor, chi_square_p: ChiSquare) -> float:
-    counts = torch.bincount(pairs[:, 0] * 3 + pairs[:, 1], minlength=9)
-    return chi_square_p(counts, (_FIRST[:, None] * _SECOND).flatten())
-
-
-@pytest.mark.parametrize("tree_tokens", [[0], [2, 0], [0, 1, 2]])
-def test_emitted_pairs_follow_the_targets_law_and_do_not_depend_on_the_tree(
-    tree_tokens: list[int], chi_square_p: ChiSquare
-) -> None:
-    pairs = _emitted_pairs(tree_tokens)
-    assert torch.equal(pairs, _emitted_pairs([]))
-    assert _pair_p(pairs, chi_square_p) > 1e-5
 
 
 def test_cuda_graph_replays_a_step_of_new_trees(cuda: torch.device) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.session import SessionResult
 
 
 @dataclass
@@ -64,3 +65,17 @@ def choice(logits: torch.Tensor, position: int, spec: SamplingSpec) -> int:
             choice_index=torch.tensor([spec.choice_index]),
         )
     )
+
+
+def check_logprobs(results: Sequence[SessionResult], plain: Plain, count: int) -> None:
+    """Hold the log probabilities of a session's tokens and of the `count` best ones to those of plain decoding."""
+    found = [result.logprobs for result in results if result.logprobs is not None]
+    expected = torch.stack(plain.logprobs)
+    best = expected.topk(count)
+    for name, values in (
+        ("token_logprobs", expected.gather(1, torch.tensor(plain.tokens)[:, None]).squeeze(1)),
+        ("top_logprobs", best.values),
+    ):
+        actual = np.concatenate([getattr(part, name) for part in found])
+        np.testing.assert_allclose(actual, values.numpy(), rtol=1e-4, atol=1e-4)
+    assert np.concatenate([part.top_token_ids for part in found]).tolist() == best.indices.tolist()

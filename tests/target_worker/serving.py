@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.polling import until
-from tests.target_worker.rounds.driving import (
-    PROMPT,
-    FixedTimes,
-    config_of,
-    make_runner,
-)
+from tests.target_worker.rounds.driving import PROMPT, make_runner, rounds_of
 
 from outrider import rpc
 from outrider.front.calls import Call, Calls
@@ -62,9 +57,7 @@ class Service:
     def make_loop(self) -> RoundLoop:
         """Load the model; on the thread of the rounds."""
         runner = self.reloader.load(self._checkpoint, lambda: make_runner(self._checkpoint))
-        config = config_of(runner)
-        program = self._kind.of_runner(runner, config)
-        return RoundLoop(runner, config, times=FixedTimes(program.buckets, 8), program=program)
+        return rounds_of(runner, kind=self._kind, chunk=8)[0]
 
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.attention_batches import Session, make_batch, on
+from tests.kernels.attention_batches import Session, attention_tensors, make_batch, on
 
 from outrider.kernels import backend
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
@@ -30,12 +31,7 @@ def _batch(sessions: _Sessions, free_rows: int = 0, **changes: Any) -> tuple[Tre
     return on("cuda", make_batch(made, num_slots=num_slots, free_rows=free_rows, **changes)), num_slots
 
 
-def _tensors(
-    rows: int, num_slots: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query = torch.randn(rows, heads[0], head_dim, device="cuda")
-    key, value = torch.randn(2, num_slots, heads[1], head_dim, device="cuda")
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+_tensors = partial(attention_tensors, device="cuda")
 
 
 def _agree(

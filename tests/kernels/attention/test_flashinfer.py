@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.attention_batches import Session, make_batch, on
+from tests.kernels.attention_batches import Session, attention_tensors, make_batch, on
 
 from outrider.kernels.attention.flashinfer import tree_attention_flashinfer
 from outrider.kernels.attention.split import split_keys
@@ -29,12 +29,10 @@ def batch_of(sessions: tuple[Session, ...] = MIXED, *, num_slots: int = 400) -> 
 
 
 def tensors(
-    batch: TreeAttentionBatch, heads: int, heads_kv: int, head_dim: int, dtype: torch.dtype = torch.float32
+    batch: TreeAttentionBatch, heads: int, heads_kv: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert batch.slot_positions is not None
-    query = torch.randn(batch.prefix_len.shape[0], heads, head_dim)
-    key, value = torch.randn(2, batch.slot_positions.shape[0], heads_kv, head_dim)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    return attention_tensors(len(batch.prefix_len), len(batch.slot_positions), (heads, heads_kv), head_dim, dtype)
 
 
 @pytest.mark.parametrize("window", [0, 1, 12])
@@ -148,12 +146,8 @@ def test_flashinfer_plans_once_a_batch_and_anew_for_the_next() -> None:
         tree_attention_flashinfer(query, key, value, first, scale=0.1)
 
 
-def _needs_cuda() -> None:
+def _needs_flashinfer() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-def _needs_flashinfer() -> None:
-    _needs_cuda()
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("needs FlashInfer")

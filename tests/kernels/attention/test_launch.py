@@ -105,17 +105,3 @@ assert not runs_specialised(torch.device("cuda:0"))
 def test_without_gluon_the_plain_kernel_runs() -> None:
     run = subprocess.run([sys.executable, "-c", _WITHOUT_GLUON], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-
-
-def test_fixed_splits_are_whole_blocks() -> None:
-    batch = _batch([16], [1000], split_keys=100)
-    grid = plan_grid(_call(batch), _TILES)
-    assert (grid.split_keys, grid.splits) == (128, 8)
-
-
-def test_numbers_in_base_two() -> None:
-    factor, under = AttentionNumbers(scale=0.5, key_scale=4.0).of_scores()
-    assert (factor, under) == (pytest.approx(2.0 / math.log(2)), 0.0)
-    factor, under = AttentionNumbers(scale=0.5, softcap=10.0).of_scores()
-    assert factor == pytest.approx(10 / math.log(2)) and under == pytest.approx(0.1 / math.log(2))
-    assert AttentionNumbers(scale=0.0).of_scores()[0] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from outrider.kernels.collectives.all_reduce import (
     gather_columns,
     gather_columns_reference,
 )
+from outrider.kernels.collectives.all_reduce_norm import exchange_norm, exchange_norm_reference
 
 
-def _mailboxes(device: torch.device, world_size: int, *, small: bool = True) -> list[Mailbox]:
-    layout = MailboxLayout(world_size=world_size, letter_bytes=1 << 12, gathered_bytes=1 << 12)
+def _mailboxes(
+    device: torch.device, world_size: int, *, small: bool = True, letter_bytes: int = 1 << 12, **rows: int
+) -> list[Mailbox]:
+    layout = MailboxLayout(world_size=world_size, letter_bytes=letter_bytes, gathered_bytes=letter_bytes, **rows)
     memories = [torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)]
     addresses = [memory.data_ptr() for memory in memories]
     mailboxes = [Mailbox(layout, rank=rank, memory=memory, addresses=addresses) for rank, memory in enumerate(memories)]
@@ -28,19 +32,23 @@ def _mailboxes(device: torch.device, world_size: int, *, small: bool = True) -> 
 
 
 def _all_ranks(
-    operator: Callable[[torch.Tensor, Mailbox], torch.Tensor], held: Sequence[torch.Tensor], mailboxes: list[Mailbox]
-) -> list[torch.Tensor]:
+    operator: Callable[[torch.Tensor, Mailbox], Any], held: Sequence[torch.Tensor], mailboxes: list[Mailbox]
+) -> list[Any]:
     """What every rank gets: once all have sent, each is taken back to before its call, and waits in earnest."""
     for sends_only in (True, False):
-        before = [(mailbox.calls.clone(), mailbox._turn) for mailbox in mailboxes]
+        before = [
+            (mailbox.calls.clone(), mailbox._turn, mailbox.row_calls.clone(), mailbox._rows_turn)
+            for mailbox in mailboxes
+        ]
         received = []
         for mailbox, rank_held in zip(mailboxes, held, strict=True):
             mailbox.stopped.fill_(int(sends_only))
             received.append(operator(rank_held, mailbox))
         if sends_only:
-            for mailbox, (calls, turn) in zip(mailboxes, before, strict=True):
+            for mailbox, (calls, turn, row_calls, rows_turn) in zip(mailboxes, before, strict=True):
                 mailbox.calls.copy_(calls)
-                mailbox._turn = turn
+                mailbox.row_calls.copy_(row_calls)
+                mailbox._turn, mailbox._rows_turn = turn, rows_turn
     return received
 
 
@@ -91,6 +99,29 @@ def test_who_was_stopped_does_not_wait(triton_device: torch.device, *, small: bo
         torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize(("parts", "norms_addend"), [(1, False), (2, True)])
+def test_every_rank_sums_and_norms_alike(triton_device: torch.device, parts: int, *, norms_addend: bool) -> None:
+    mailboxes = _mailboxes(triton_device, 3, letter_bytes=0, row_size=96, row_counts=4)
+    weight, addend_weight = torch.rand(2, 96, device=triton_device) + 0.5
+    options: dict[str, Any] = {"eps": 1e-5, "addend_weight": addend_weight if norms_addend else None}
+    for rows in (3, 1, 4):
+        dtype = torch.float16 if parts == 1 else torch.float32
+        held = [torch.randn(parts, rows, 96, device=triton_device).to(dtype) for _ in mailboxes]
+        before = torch.randn(rows, 96, device=triton_device).to(torch.float16)
+        wanted_hidden = before.clone()
+        wanted = exchange_norm_reference(wanted_hidden, held, weight, **options)
+
+        def norm(rank_held: torch.Tensor, mailbox: Mailbox, before: torch.Tensor = before) -> list[torch.Tensor]:
+            hidden = before.clone()
+            return [hidden, exchange_norm(hidden, rank_held, weight, mailbox, **options)]
+
+        found = _all_ranks(norm, held, mailboxes)
+        for hidden, normed in found:
+            torch.testing.assert_close(hidden, wanted_hidden, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(normed, wanted, rtol=4e-3, atol=4e-3)
+            assert torch.equal(hidden, found[0][0]) and torch.equal(normed, found[0][1])
+
+
 def test_what_does_not_fit_is_named() -> None:
     mailbox = _mailboxes(torch.device("cpu"), 2)[0]
     with pytest.raises(ValueError, match="parts: 2048 numbers each given, the mailbox takes 1024"):
@@ -101,3 +132,8 @@ def test_what_does_not_fit_is_named() -> None:
         gather_columns(torch.zeros(64, 16), mailbox)
     with pytest.raises(ValueError, match="dtype"):
         exchange_parts(torch.zeros(1, 1, 16, dtype=torch.int32), mailbox)
+    mailbox, weight = _mailboxes(torch.device("cpu"), 2, letter_bytes=0, row_size=96, row_counts=4)[0], torch.ones(96)
+    with pytest.raises(ValueError, match=r"hidden: \[5, 96\] given, the mailbox takes 4 rows of 96"):
+        exchange_norm(torch.zeros(5, 96, dtype=torch.float16), torch.zeros(1, 5, 96), weight, mailbox, eps=1e-5)
+    with pytest.raises(ValueError, match=r"hidden: dtype torch\.float32"):
+        exchange_norm(torch.zeros(4, 96), torch.zeros(1, 4, 96), weight, mailbox, eps=1e-5)

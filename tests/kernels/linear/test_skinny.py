@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.kernels.linear import skinny as skinny_linear
 from outrider.kernels.linear.gated_activation import Activation
 from outrider.kernels.linear.scaled_weight import quantised, scaled_weight
 from outrider.kernels.linear.skinny import (
@@ -15,7 +14,6 @@ from outrider.kernels.linear.skinny import (
     linear_parts,
     linear_reference,
 )
-from outrider.kernels.linear.skinny_launch import row_blocks
 
 # Rows, columns and inner sizes: a block, less than one, and no multiples of one.
 SMALL = [(1, 64, 64), (5, 70, 33), (17, 3, 130)]
@@ -104,15 +102,6 @@ def test_the_cpu_runs_the_reference() -> None:
     assert torch.equal(linear_parts(left, weight), wanted[None])
 
 
-def test_blocks_of_rows_hold_all_rows_and_few_more() -> None:
-    for rows in range(1, 97):
-        first, more = row_blocks(rows)
-        assert first + more >= rows and first + more - rows < max(8, rows // 3)
-        assert {first, more or 8} <= {8, 16, 32, 64} and more < first
-    # More rows than that are taken 64 at a time.
-    assert row_blocks(97) == row_blocks(1000) == (64, 0)
-
-
 @pytest.mark.parametrize(("rows", "columns", "inner"), STREAMED)
 @pytest.mark.parametrize("fixed", [False, True])
 def test_streamed_products_match_float64(rows: int, columns: int, inner: int, fixed: bool, cuda: torch.device) -> None:
@@ -128,14 +117,18 @@ def test_streamed_products_match_float64(rows: int, columns: int, inner: int, fi
         _assert_near(gated, gate * torch.sigmoid(gate) * up, inner=4 * inner)
 
 
-@pytest.mark.parametrize(("columns", "inner"), [(4096, 4096), (1000, 776), (70, 33)])
-def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int, cuda: torch.device) -> None:
-    left, weight = _matrices(300, columns, inner, cuda, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("columns", "inner", "eight_bits"),
+    [(4096, 4096, False), (1000, 776, False), (70, 33, False), (4096, 4096, True), (1000, 832, True), (70, 33, True)],
+)
+def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int, eight_bits: bool, cuda: torch.device) -> None:
+    left, whole = _matrices(300, columns, inner, cuda, torch.bfloat16)
+    weight = quantised(whole) if eight_bits else whole
     all_rows = linear_parts(left, weight, fixed=True)
     gated = gated_linear(left, weight, activation="silu", fixed=True)
     for begin, end in ((0, 1), (7, 20), (100, 164), (10, 34), (3, 75), (5, 86), (31, 300)):
         some = left[begin:end]
-        assert torch.equal(linear_parts(some, weight, fixed=True), all_rows[:, begin:end])
+        assert eight_bits or torch.equal(linear_parts(some, weight, fixed=True), all_rows[:, begin:end])
         assert torch.equal(linear(some, weight, fixed=True), all_rows[0, begin:end])
         assert torch.equal(gated_linear(some, weight, activation="silu", fixed=True), gated[begin:end])
 
@@ -208,28 +201,6 @@ def test_streamed_weights_of_8_bits(rows: int, columns: int, inner: int, fixed: 
     gate, up = wanted.chunk(2, dim=1)
     gated = gated_linear(left, weight, activation="gelu_tanh", fixed=fixed)
     _assert_near(gated, torch.nn.functional.gelu(gate, approximate="tanh") * up, inner=4 * inner)
-
-
-@pytest.mark.parametrize(("columns", "inner"), [(4096, 4096), (1000, 832), (70, 33)])
-def test_fixed_bits_of_8_bits_depend_on_the_row_alone(columns: int, inner: int, cuda: torch.device) -> None:
-    left, whole = _matrices(300, columns, inner, cuda, torch.bfloat16)
-    weight = quantised(whole)
-    all_rows = linear_parts(left, weight, fixed=True)
-    gated = gated_linear(left, weight, activation="silu", fixed=True)
-    for begin, end in ((0, 1), (7, 20), (100, 164), (10, 34), (3, 75), (5, 86), (31, 300)):
-        some = left[begin:end]
-        assert torch.equal(linear(some, weight, fixed=True), all_rows[0, begin:end])
-        assert torch.equal(gated_linear(some, weight, activation="silu", fixed=True), gated[begin:end])
-
-
-def test_rows_are_rounded_only_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_linear, "can_scale_rows", lambda *_: True)
-    monkeypatch.setattr(skinny_linear, "scaled_product", lambda *_: "rounded")
-    left, whole = _matrices(skinny_linear.MOST_ROWS + 1, 16, 80, torch.device("cpu"), torch.bfloat16)
-    weight = quantised(whole)
-    assert skinny_linear._of_many(left, weight) == "rounded"
-    few = left[1:]
-    assert torch.equal(skinny_linear._of_many(few, weight), few @ weight.dequantised(torch.bfloat16).T)
 
 
 def test_many_rows_of_other_dtypes_keep_their_bits(cuda: torch.device) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import assert_same_columns
 
 from outrider.kernels.pool.append import append, append_reference
 from outrider.kernels.pool.columns import Pool, RowState
@@ -17,8 +17,6 @@ from outrider.kernels.pool.re_root import re_root, re_root_reference
 from outrider.kernels.pool.records import Records, Verdict
 from outrider.kernels.pool.select import Selection, select, select_reference
 
-_OF_ENTRIES = ("token", "parent", "depth", "acceptance", "value", "ids", "drafters", "stopped", "slot", "expanded")
-_SCRATCH = ("released", "limit", "keys", "ordered")
 _TOKENS, _CHILDREN = 9, 3
 _MAX_LEN, _NUM_SLOTS = 96, 1 << 15
 # Products of many of the first are denormal numbers.
@@ -180,7 +178,7 @@ class Pair:
         bounds = {"children": _CHILDREN, "chunk": self.random.choice([5, 20, 60])} if self.drafts else {}
         select_reference(self.loops, mine, launched, **bounds)
         select(self.kernels, theirs, launched, **bounds)
-        _assert_same(mine, theirs)
+        assert_same_columns(mine, theirs)
         packs = [
             Packed.allocate(pool, self.buckets[launched], scrap_slot=_NUM_SLOTS - 1)
             for pool in (self.loops, self.kernels)
@@ -190,7 +188,7 @@ class Pair:
             packed.words.view(torch.int32).fill_(-7)
         pack_reference(self.loops, mine, packs[0])
         pack(self.kernels, theirs, packs[1])
-        _assert_same(packs[0], packs[1])
+        assert_same_columns(packs[0], packs[1])
         self.compare()
         if self.drafts:
             rows = self.buckets[launched][0]
@@ -207,20 +205,9 @@ class Pair:
 
     def compare(self) -> None:
         used = torch.arange(self.loops.capacity)[None, :] < self.loops.count[:, None]
-        _assert_same(self.loops, self.kernels, used)
+        assert_same_columns(self.loops, self.kernels, used)
         if self.drafts:
-            _assert_same(self.loops.nodes, self.kernels.nodes, used)
-
-
-def _assert_same(mine: Any, theirs: Any, used: torch.Tensor | None = None) -> None:
-    """All columns, of entries those that are in use."""
-    for column in fields(mine):
-        ours: Any = getattr(mine, column.name, None)
-        other: Any = getattr(theirs, column.name, None)
-        if isinstance(ours, torch.Tensor) and column.name not in _SCRATCH:
-            if used is not None and column.name in _OF_ENTRIES:
-                ours, other = ours[used], other.cpu()[used]
-            assert torch.equal(ours, other.cpu()), column.name
+            assert_same_columns(self.loops.nodes, self.kernels.nodes, used)
 
 
 # (seeds, steps, records of a step, sessions, capacity, buckets); the last one is a row full of entries, all selected.

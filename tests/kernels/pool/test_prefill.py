@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tensors import assert_same_columns
 
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft
@@ -382,13 +382,6 @@ def test_every_row_finds_the_tokens_before_it() -> None:
 # Kernels.
 
 
-def _assert_same(mine: Any, theirs: Any, *, scratch: tuple[str, ...] = ()) -> None:
-    for column in fields(mine):
-        ours = getattr(mine, column.name, None)
-        if isinstance(ours, torch.Tensor) and column.name not in scratch:
-            assert torch.equal(ours, getattr(theirs, column.name).cpu()), column.name
-
-
 def _random_records(rng: random.Random, pool: Pool, count: int) -> torch.Tensor:
     """Chunks for rows in all states, most of which hold, between records of other kinds."""
     records = Records()
@@ -446,16 +439,16 @@ def _check_kernels(device: torch.device, seed: int, size: tuple[int, int, int, i
         count = torch.tensor([len(words) + rng.choice([0, -2, 9])], dtype=torch.int32)
         take_chunks_reference(pools[0], words, count, taken[0], selections[0].reserved_sessions)
         take_chunks(pools[1], words.to(device), count.to(device), taken[1], selections[1].reserved_sessions)
-        _assert_same(*pools)
-        _assert_same(*taken)
+        assert_same_columns(pools[0], pools[1])
+        assert_same_columns(taken[0], taken[1])
         assert int(selections[0].reserved_sessions) == int(taken[0].count)
         for pool, selection, packed in zip(pools, selections, packs, strict=True):
             select(pool, selection, 0)
             pack(pool, selection, packed)
         pack_chunks_reference(pools[0], selections[0], taken[0], packs[0])
         pack_chunks(pools[1], selections[1], taken[1], packs[1])
-        _assert_same(*packs)
-        _assert_same(*selections, scratch=("limit", "keys", "ordered"))
+        assert_same_columns(packs[0], packs[1])
+        assert_same_columns(selections[0], selections[1])
         assert int(selections[0].reserved_sessions) == 0
         seen += int(taken[0].count)
     return seen

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.tensors import assert_same_columns
 
 from outrider.kernels.noise import STREAM_COINS, philox_uint32_reference
 from outrider.kernels.pool.columns import Pool, RowState
@@ -338,10 +339,8 @@ def test_the_kernel_leaves_the_same_bits(triton_device: torch.device) -> None:
         mine, its = _random_round(seed, _CPU), _random_round(seed, triton_device)
         walk_reference(*mine.arguments(), level=_LEVEL)
         its.walk()
-        for ours, other in ((mine.pool, its.pool), (mine.walks, its.walks)):
-            for column in fields(ours):
-                if isinstance(tensor := getattr(ours, column.name, None), torch.Tensor):
-                    assert torch.equal(tensor, getattr(other, column.name).cpu()), column.name
+        assert_same_columns(mine.pool, its.pool)
+        assert_same_columns(mine.walks, its.walks)
         seen.update(Finish(finish) for finish in mine.walks.finish[:_PLACES].tolist())
         seen["held"] += int((mine.pool.state == RowState.HELD).sum())
         seen["decided"] += mine.decided is not None

@@ -148,11 +148,16 @@ def loop_of(runner: ModelRunner, **overrides: Any) -> RoundLoop:
 
 
 def rounds_of(
-    runner: ModelRunner, *, chunk: int = 64, draft: DraftModel | None = None, **overrides: Any
-) -> tuple[RoundLoop, RoundProgram]:
-    """Rounds of a loaded model, perhaps with a draft model beside it, and the program that they run."""
+    runner: ModelRunner,
+    *,
+    kind: type[RoundProgram] = RoundProgram,
+    chunk: int = 64,
+    draft: DraftModel | None = None,
+    **overrides: Any,
+) -> tuple[RoundLoop, Any]:
+    """Rounds of a loaded model, perhaps with a draft model beside it, and the program of a kind that they run."""
     config = config_of(runner, **overrides)
-    program = RoundProgram.of_runner(runner, config, draft=draft)
+    program = kind.of_runner(runner, config, draft=draft)
     return RoundLoop(runner, config, times=FixedTimes(program.buckets, chunk), program=program), program
 
 

@@ -5,21 +5,11 @@ import random
 import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
-from tests.target_worker.rounds.driving import (
-    PROMPT,
-    Driver,
-    FixedTimes,
-    config_of,
-    make_runner,
-    no_tree,
-    oracle_tree,
-    random_tree,
-)
+from tests.target_worker.rounds.driving import PROMPT, Driver, make_runner, no_tree, oracle_tree, random_tree, rounds_of
 from tests.target_worker.rounds.random_sessions import live, random_cases
 
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.growth import Growth
-from outrider.target_worker.rounds.loop import RoundLoop
 
 
 class AheadDriver(Driver):
@@ -27,11 +17,9 @@ class AheadDriver(Driver):
 
     def __init__(self, checkpoint, *, seed: int = 0, chunk: int = 5, **overrides) -> None:
         runner = make_runner(checkpoint, **overrides)
-        config = config_of(runner, **overrides)
-        self.program = AheadProgram.of_runner(runner, config)
+        loop, self.program = rounds_of(runner, kind=AheadProgram, chunk=chunk, **overrides)
         self.program.chance = random.Random(seed)
-        times = FixedTimes(self.program.buckets, chunk)
-        super().__init__(RoundLoop(runner, config, times=times, program=self.program), seed=seed)
+        super().__init__(loop, seed=seed)
 
     def turn(self):
         self.program.go_on()

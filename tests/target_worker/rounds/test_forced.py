@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.target_worker.plain_decoding import Plain, check_logprobs
 from tests.target_worker.rounds.driving import (
     PROMPT,
     SPECS,
@@ -31,23 +32,12 @@ FORCED = tuple(random.Random(3).choices(range(61), k=75))
 SCORE = SamplingSpec(forced_token_ids=FORCED, max_new_tokens=len(FORCED), logprobs=2)
 
 
-@pytest.fixture(scope="module")
-def loop(device, checkpoint: Path) -> RoundLoop:
-    return make_loop(checkpoint)
-
-
 @torch.inference_mode()
-def check_scores(decoded: Decoded, model: PreTrainedModel, forced: tuple[int, ...] = FORCED) -> None:
-    assert decoded.tokens == list(forced)
+def check_scores(decoded: Decoded, model: PreTrainedModel) -> None:
+    assert decoded.tokens == list(FORCED)
     assert decoded.finish is Finish.LENGTH
-    rows = model(torch.tensor([[*PROMPT, *forced]])).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
-    expected, best = rows.gather(1, torch.tensor(forced)[:, None])[:, 0], rows.topk(2, dim=-1).values
-    got = [result.logprobs for result in decoded.results if result.logprobs is not None]
-    tokens = torch.cat([torch.from_numpy(each.token_logprobs) for each in got])
-    torch.testing.assert_close(tokens, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(
-        torch.cat([torch.from_numpy(each.top_logprobs) for each in got]), best, atol=1e-4, rtol=0
-    )
+    rows = model(torch.tensor([[*PROMPT, *FORCED]])).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
+    check_logprobs(decoded.results, Plain(list(FORCED), list(rows)), 2)
 
 
 @pytest.mark.parametrize("make_tree", [no_tree, random_tree])

@@ -22,7 +22,7 @@ from outrider.kernels.pool.pack import COMMITTED, Packed, pack
 from outrider.kernels.pool.records import Records, Verdict
 from outrider.kernels.pool.select import Selection, select
 from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
-from outrider.kernels.verification.walk import UNDECIDED, Finish, WalkRules, Walks, walk
+from outrider.kernels.verification.walk import Finish, WalkRules, Walks, walk
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.host_part import (
     DETACHED,
@@ -268,29 +268,6 @@ def test_paths_are_those_of_the_plain_rules(most: dict[str, int]) -> None:
         for session, (nodes, _, _) in zip(sessions, outcome, strict=True):
             accepted[session.sampling.rule] += len(nodes)
     assert all(accepted[rule] > 20 for rule in (VerificationRule.COUPLED, *JUDGED)), accepted
-
-
-def test_rows_off_the_judged_paths_stay_undecided() -> None:
-    sessions = random_sessions(4, 45)
-    step = Round(sessions)
-    logits = step.logits()
-    before = step.choose(logits)
-    choices, decided = step.judge(step.host_rows(), logits)
-    on_path, ends = set(), set()
-    for number, (session, (nodes, _, _)) in enumerate(zip(sessions, expected(sessions, logits), strict=True)):
-        if session.sampling.rule in JUDGED:
-            path = [step.first[number] + node for node in (0, *nodes)]
-            assert decided[path].tolist() == [*path[1:], -1]
-            on_path |= {*path}
-            ends.add(path[-1])
-    others = [row for row in range(step.lines) if row not in on_path]
-    assert on_path and others
-    assert set(decided[others].tolist()) == {UNDECIDED}
-    not_ends = [row for row in range(step.lines) if row not in ends]
-    assert torch.equal(choices[not_ends], before[not_ends])
-    # A round without such sessions leaves nothing of the one before.
-    judge([], step.packed, step.sampled_rows, logits, choices, decided)
-    assert set(decided.tolist()) == {UNDECIDED}
 
 
 def test_a_chain_ends_before_a_node_whose_distribution_is_unknown() -> None:

@@ -1,13 +1,10 @@
 """Rounds against a plain loop over transformers' own forward with the same choice rule."""
 
-import numpy as np
 import pytest
-import torch
-from tests.target_worker.plain_decoding import Plain, plain_decode
+from tests.target_worker.plain_decoding import check_logprobs, plain_decode
 from tests.target_worker.rounds.driving import (
     PROMPT,
     SPECS,
-    Decoded,
     Driver,
     adversarial_tree,
     make_loop,
@@ -20,15 +17,9 @@ from transformers import MistralForCausalLM
 
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.loop import RoundLoop
 
 pytestmark = pytest.mark.usefixtures("device")
 TREES = [random_tree, oracle_tree, adversarial_tree, no_tree]
-
-
-@pytest.fixture(scope="module")
-def loop(device, checkpoint) -> RoundLoop:
-    return make_loop(checkpoint)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -45,7 +36,7 @@ def test_any_tree_gives_plain_decoding(name, loop, reference_model):
         assert decoded.finish is (Finish.STOP if stopped else Finish.LENGTH)
         rounds[make_tree] = len(decoded.results)
         if spec.logprobs is not None:
-            check_logprobs(decoded, plain, spec.logprobs)
+            check_logprobs(decoded.results, plain, spec.logprobs)
     assert rounds[no_tree] == len(plain.tokens)
     assert rounds[oracle_tree] <= most_rounds(len(plain.tokens), each=5), "the oracle's nodes were not accepted"
     assert (loop.session_count, loop.kv.slots.used) == (0, 0)
@@ -67,16 +58,3 @@ def test_a_sliding_window_sees_as_far_as_it_does_in_plain_decoding(windowed):
     outputs = [driver.open(number, spec, plain, maker) for number, maker in enumerate((random_tree, oracle_tree))]
     driver.run()
     assert [decoded.tokens for decoded in outputs] == [plain] * 2
-
-
-def check_logprobs(decoded: Decoded, plain: Plain, count: int) -> None:
-    got = [result.logprobs for result in decoded.results]
-    expected = torch.stack(plain.logprobs)
-    best = expected.topk(count)
-    for name, values in (
-        ("token_logprobs", expected.gather(1, torch.tensor(plain.tokens)[:, None]).squeeze(1)),
-        ("top_logprobs", best.values),
-    ):
-        actual = np.concatenate([getattr(part, name) for part in got])
-        np.testing.assert_allclose(actual, values.numpy(), rtol=1e-4, atol=1e-4)
-    assert np.concatenate([part.top_token_ids for part in got if part is not None]).tolist() == best.indices.tolist()

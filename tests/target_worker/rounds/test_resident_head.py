@@ -16,8 +16,6 @@ from tests.target_worker.rounds.driving import (
     SPECS,
     Driver,
     FixedSteps,
-    FixedTimes,
-    config_of,
     make_runner,
     no_tree,
     open_request,
@@ -52,6 +50,15 @@ class WatchedProgram(RoundProgram):
             torch.cuda.synchronize(self.device)
         self.watch()
         super().launch(*arguments, **options)
+
+
+def watched(target: Path, folder: Path) -> tuple[RoundLoop, WatchedProgram]:
+    """Rounds with three steps of a head before each."""
+    runner = make_runner(target)
+    draft = load_draft(runner, folder, branching=BRANCHING, most_steps=3)
+    loop, program = rounds_of(runner, kind=WatchedProgram, chunk=5, draft=draft)
+    program.drafter.pace = FixedSteps(3)
+    return loop, program
 
 
 class Watcher:
@@ -115,12 +122,7 @@ def test_trees_are_the_heads_guesses_from_the_targets_hidden_states(
         write_tiny_head(tmp_path, checkpoint, reference_model, [[*PROMPT, *wanted]])
     else:
         write_random_eagle(tmp_path, checkpoint, **HEADS[kind])
-    runner = make_runner(checkpoint)
-    config, draft = config_of(runner), load_draft(runner, tmp_path, branching=BRANCHING, most_steps=3)
-    program = WatchedProgram.of_runner(runner, config, draft=draft)
-    loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program)
-    assert program.drafter is not None
-    program.drafter.pace = FixedSteps(3)
+    loop, program = watched(checkpoint, tmp_path)
     watcher, driver = Watcher(program, reference_model, checkpoint, tmp_path), Driver(loop)
     # The second one begins while the first runs, in the prefix cache, and goes on in chunks.
     prompts = list(PROMPT), [*PROMPT, *wanted[:12], *[7, 8, 9] * 3]
@@ -148,12 +150,7 @@ def test_trees_are_guesses_with_the_weights_that_a_reload_has_brought(
     model = LlamaForCausalLM(reference_model.config).eval()
     model.save_pretrained(other)
     write_random_eagle(folder, checkpoint, **HEADS[kind])
-    runner = make_runner(checkpoint)
-    config, draft = config_of(runner), load_draft(runner, folder, branching=BRANCHING, most_steps=3)
-    program = WatchedProgram.of_runner(runner, config, draft=draft)
-    loop = RoundLoop(runner, config, times=FixedTimes(program.buckets, 5), program=program)
-    assert program.drafter is not None
-    program.drafter.pace = FixedSteps(3)
+    loop, program = watched(checkpoint, folder)
     loop.reload(other)
     watcher, driver = Watcher(program, model, other, folder), Driver(loop)
     spec = replace(SPECS["greedy"], max_new_tokens=8)
@@ -169,7 +166,6 @@ def test_one_guess_a_round(checkpoint: Path, reference_model: LlamaForCausalLM, 
     runner = make_runner(checkpoint)
     draft = load_draft(runner, tmp_path, branching=1, most_steps=1)
     loop, program = rounds_of(runner, draft=draft)
-    assert program.drafter is not None
     program.drafter.pace = FixedSteps(1)
     driver = Driver(loop)
     decoded = driver.open(1, SPECS[name], wanted, no_tree)
@@ -184,7 +180,6 @@ def test_what_ships_is_often_right(device: str, folder: Path, least: float):
     runner = ModelRunner(EngineConfig(model_path=embedded_target_path(), num_slots=1024, max_num_seqs=4, device=device))
     draft = load_draft(runner, folder)
     loop, program = rounds_of(runner, draft=draft)
-    assert program.drafter is not None
     program.drafter.pace = FixedSteps(4)
     tokenizer = Tokenizer.from_file(str(embedded_target_path() / "tokenizer.json"))
     for number, text in enumerate(held_out_prompts()[:3]):

@@ -19,20 +19,13 @@ from tests.target_worker.rounds.driving import (
 )
 from tests.tiny_llama import write_llama
 
-from outrider.engine.kv_slots import SlotTable
 from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions.requests import WITHOUT_LIMIT, Code, SessionFault
 
 pytestmark = pytest.mark.usefixtures("device")
 SYNTHETIC = SamplingSpec(verification=VerificationRule.SYNTHETIC)
-
-
-@pytest.fixture(scope="module")
-def loop(device, checkpoint) -> RoundLoop:
-    return make_loop(checkpoint)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 64])
@@ -69,22 +62,6 @@ def test_the_oldest_session_never_loses_its_slots(checkpoint):
     # Whose slots were taken is to send its trees again.
     assert not any(result.lost for result in outputs[0].results)
     assert any(result.lost for result in outputs[2].results)
-
-
-def test_slots_come_many_at_a_time_where_there_are_enough(checkpoint, monkeypatch):
-    loop, given, extend = make_loop(checkpoint, num_slots=400), list[int](), SlotTable.extend
-
-    def note(table: SlotTable, row: int, count: int) -> None:
-        given.append(count)
-        extend(table, row, count)
-
-    monkeypatch.setattr(SlotTable, "extend", note)
-    driver = Driver(loop)
-    decoded = driver.open(1, SamplingSpec(max_new_tokens=48), [], no_tree)
-    driver.run()
-    assert len(decoded.tokens) == 48
-    # At first, then every sixteen tokens.
-    assert len(given) <= 5
 
 
 def test_kv_outlives_its_session(loop, reference_model):

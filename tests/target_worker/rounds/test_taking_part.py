@@ -12,9 +12,7 @@ from tests.target_worker.rounds import driving
 from tests.target_worker.rounds.ahead import AheadProgram
 from tests.target_worker.rounds.driving import (
     PROMPT,
-    FixedTimes,
     Tree,
-    config_of,
     loop_of,
     make_runner,
     open_request,
@@ -26,6 +24,7 @@ from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
+from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.sessions.requests import WITHOUT_LIMIT
@@ -40,12 +39,8 @@ def loop(request, monkeypatch, checkpoint) -> RoundLoop:
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
         monkeypatch.setattr(driving, "DEVICE", "cuda")
-    runner, sizes = make_runner(checkpoint), {"chunk": 3}
-    if request.param != "ahead":
-        return loop_of(runner, **sizes)
-    config = config_of(runner)
-    program = AheadProgram.of_runner(runner, config)
-    return RoundLoop(runner, config, times=FixedTimes(program.buckets, **sizes), program=program)
+    kind = AheadProgram if request.param == "ahead" else RoundProgram
+    return loop_of(make_runner(checkpoint), kind=kind, chunk=3)
 
 
 class Rounds(RoundObserver):

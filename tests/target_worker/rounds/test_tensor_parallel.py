@@ -89,7 +89,6 @@ def drafted(folder: Path, draft_folder: Path) -> Iterator[RoundLoop]:
     """Rounds of two ranks with a drafter."""
     with closing(make_runner(folder, tensor_parallel_size=2)) as runner:
         loop, program = rounds_of(runner, draft=load_draft(runner, draft_folder))
-        assert program.drafter is not None
         program.drafter.pace = FixedSteps(3)
         yield loop
 

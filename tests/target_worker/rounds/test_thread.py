@@ -10,7 +10,7 @@ import pytest
 from tests.polling import wait_until
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.ahead import AheadProgram
-from tests.target_worker.rounds.driving import PROMPT, FixedTimes, config_of, make_runner, open_request
+from tests.target_worker.rounds.driving import PROMPT, make_runner, open_request, rounds_of
 
 from outrider.errors import WorkerUnavailable
 from outrider.front.inbox import Inbox
@@ -74,10 +74,8 @@ class Served:
         self.thread = RoundThread(self._make, inbox)
 
     def _make(self) -> RoundLoop:
-        runner = make_runner(self._checkpoint)
-        config = config_of(runner)
-        self.program = self._kind.of_runner(runner, config)
-        return RoundLoop(runner, config, times=FixedTimes(self.program.buckets, 16), program=self.program)
+        loop, self.program = rounds_of(make_runner(self._checkpoint), kind=self._kind, chunk=16)
+        return loop
 
 
 @pytest.fixture
