@@ -62,8 +62,8 @@ train_draft() {
 
 # train_heads SHARE SHARE: of the time, for the head and for the block drafter
 train_heads() {
-    train_head eagle --seconds "$(seconds_of "$1")"
-    train_head block --block --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(seconds_of "$2")"
+    train_head eagle --feed-forward 4096 --seconds "$(seconds_of "$1")"
+    train_head block --block --feed-forward 4096 --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(seconds_of "$2")"
 }
 
 if [ "$gpus" -gt 1 ]; then
