@@ -50,9 +50,7 @@ class Rounds(RoundObserver):
         self.seen: list[tuple[set[int], int]] = []
         loop.observer = self
 
-    def reported(
-        self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int, plain_ns: int
-    ) -> None:
+    def reported(self, report: RoundReport, results: Sequence[SessionResult], **sizes: int) -> None:
         numbers = {result.key[1] for result in results if result.tokens}
         # The last chunk of a prompt may be verified in the same round.
         rows = {report.opening(column)[0] for column in range(report.sessions + report.chunks)}
