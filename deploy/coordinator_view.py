@@ -36,9 +36,9 @@ class CoordinatorView:
         return endpoint in self.infos
 
     def of(self, address: str | None) -> list[generation_pb2.WorkerStatus]:
-        """One entry a coordinator that knows the worker of this address."""
-        workers = (worker for info in self.infos.values() for worker in info.workers)
-        return [worker for worker in workers if worker.introduction.address == address]
+        """One entry a coordinator that knows the worker of this address: the newest, if it has left and come again."""
+        known = ({worker.introduction.address: worker for worker in info.workers} for info in self.infos.values())
+        return [workers[address] for workers in known if address in workers]
 
     def is_everywhere(self, address: str | None) -> bool:
         """Whether every coordinator uses the worker of this address."""

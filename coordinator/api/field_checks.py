@@ -144,6 +144,6 @@ def _fields(message: Message, path: str) -> Iterator[tuple[str, str]]:
 
 
 async def abort_unless_known(request: Message, context: Any) -> None:
-    """For requests of which nothing else can be wrong than that they have unknown fields."""
+    """End a call whose request has unknown fields; for requests that have no other checks."""
     if violations := [FieldViolation(*each) for each in unknown_fields(request)]:
         await abort_with(context, InvalidRequest(violations))

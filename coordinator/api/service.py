@@ -69,12 +69,12 @@ class GenerationServicer:
             caller = self.access.caller(context)
             parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
             begun = self.generations.stream(request, caller, connection=context.peer(), traceparent=parent)
-            async with contextlib.aclosing(begun) as events, contextlib.AsyncExitStack() as held:
+            async with contextlib.aclosing(begun) as events:
                 checked, watcher = await anext(events), None
                 assert isinstance(checked, GenerationRequest)
                 # Before anything else runs: from its first event on.
-                if request.record_tree and (watcher := record(self.generations, checked, caller)) is not None:
-                    held.callback(watcher.close)
+                if request.record_tree:
+                    watcher = record(self.generations, checked, caller)
                 yield started(checked)
                 async for event in events:
                     assert not isinstance(event, GenerationRequest)

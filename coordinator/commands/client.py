@@ -28,7 +28,7 @@ DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 
 def checked_endpoint(endpoint: str) -> str:
-    """The same, if it is HOST:PORT."""
+    """Return `endpoint`; typer.BadParameter where it is not HOST:PORT."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise typer.BadParameter(f"{endpoint!r} given, HOST:PORT needed")

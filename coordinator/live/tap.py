@@ -248,7 +248,7 @@ def watch(session: "Session", piece: Callable[[int], bytes], *, max_lines: int =
     """Begins to watch a session; `close` the watcher in the end."""
     tap = session.tap
     if tap is None:
-        # To pyright, which follows the link of the package, this file's class and that of its name are two.
+        # pyright resolves the package's link: to it this file's class and the one imported by name are two.
         tap = session.tap = SessionTap(session, piece)  # pyright: ignore[reportAttributeAccessIssue]
     return tap.watch(max_lines=max_lines)
 

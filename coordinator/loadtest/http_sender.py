@@ -52,11 +52,14 @@ class HttpSender:
             try:
                 async with asyncio.timeout(_MODELS_TIMEOUT_S):
                     self._model = (await self.ask("GET", _MODELS_PATH))["data"][0]["id"]
+            except OSError:
+                # A certificate that is not trusted is a ValueError, too.
+                raise
             except (ValueError, LookupError, TypeError) as error:
                 raise HttpError(f"{_MODELS_PATH} names no model; give --model") from error
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """A request to the first endpoint that is none of the load, and the JSON that answers it.
+        """Send the first endpoint a request that does not count as load, and return the answer's JSON.
 
         Raises:
             HttpError: it is refused.

@@ -100,7 +100,11 @@ class CoordinatorMetrics:
 
 
 def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:
-    """To how many trees the token at each depth below the root was accepted."""
+    """To how many trees the token at each depth below the root was accepted.
+
+    Args:
+        depths: number of trees by accepted tokens.
+    """
     return [sum(count for depth, count in depths.items() if depth > position) for position in range(positions)]
 
 

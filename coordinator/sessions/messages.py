@@ -152,7 +152,7 @@ class SpeculationCounts:
         return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else 1.0
 
     def message(self) -> generation_pb2.SpeculationStats:
-        """As they travel."""
+        """Return the counts as a message."""
         return generation_pb2.SpeculationStats(
             verify_steps=self.verify_steps,
             spec_draft_tokens=self.drafted_tokens,

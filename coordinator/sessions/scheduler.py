@@ -87,7 +87,7 @@ class Scheduler:
         self._targets: dict[str, TargetPeer] = {}
         self.totals = Totals()
         self.drafts = Drafts(config, self._sessions, self._targets)
-        # To pyright, which follows the link of the package, this file's class and that of its name are two.
+        # pyright resolves the package's link: to it this file's class and the one imported by name are two.
         own: Any = self
         self.relay = Relay(self._sessions, self._targets, self.drafts, self.totals, own)
         self._router = PrefixRouter()

@@ -82,8 +82,9 @@ class Session:
         self.is_held = False
         """Its target waits for its client."""
         self.reopenings = 0
-        """Since it last emitted tokens: how often it was opened anew, and when its target had no room for it."""
+        """How often it was opened anew since it last emitted tokens."""
         self.without_room_since_ns: int | None = None
+        """When its target first had no room for it since then, by the monotonic clock; None while it has room."""
         self.probation = 0
         """Results for which it is to be verified alone, after a worker crashed with it."""
         self.tap: SessionTap | None = None

@@ -150,7 +150,7 @@ class Totals:
 
     @property
     def speculation(self) -> SpeculationCounts:
-        """How drafting went."""
+        """Counts over all requests since the start."""
         return SpeculationCounts(
             verify_steps=self.verify_steps,
             drafted_tokens=self.drafted_tokens,

@@ -66,13 +66,22 @@ def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None
     # Behind the last accepted node there is one token at most, and none where that node has ended the session.
     if not set(map(operator.sub, counts, accepted)) <= {0, 1}:
         raise ValueError("token_counts: each must be accepted_counts, or one more")
-    if response.logprobs and max(entry.row for entry in response.logprobs) >= sessions:
-        raise ValueError("log probabilities of a row that there is not")
+    for entry in response.logprobs:
+        _check_logprobs(entry, sessions)
 
 
 def _check_total(name: str, counts: Sequence[int], entries: int) -> None:
     if sum(counts) != entries:
         raise ValueError(f"{name}: {entries} entries given, {sum(counts)} counted")
+
+
+def _check_logprobs(entry: target_pb2.Logprobs, sessions: int) -> None:
+    if entry.row >= sessions:
+        raise ValueError("log probabilities of a row that there is not")
+    top_bytes = len(entry.token_logprobs) * entry.top_count
+    columns = len(entry.top_logprobs), 4 * len(entry.top_token_ids)
+    if len(entry.token_logprobs) % 4 or columns != (top_bytes, top_bytes):
+        raise ValueError("log probabilities: columns of different lengths")
 
 
 def check_report(report: common_pb2.StepReport) -> None:

@@ -58,6 +58,7 @@ class DraftDemand:
         """Count steps of a draft's model.
 
         Args:
+            step_ns: mean time of a step.
             sessions: sum over the steps of the `async` sessions that grew in each.
             expanded: nodes of them that got children.
         """

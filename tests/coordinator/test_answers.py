@@ -74,6 +74,8 @@ def test_what_a_target_says_is_taken():
         # Each set of sources is counted by itself.
         {"accepted_sources": [2, 256]},
         {"logprobs": [target_pb2.Logprobs(row=2)]},
+        {"logprobs": [target_pb2.Logprobs(token_logprobs=bytes(4), top_count=2, top_logprobs=bytes(4))]},
+        {"logprobs": [target_pb2.Logprobs(token_logprobs=bytes(4), top_count=1, top_logprobs=bytes(4))]},
         # Of two tokens without an accepted node, what follows would hang below no node that anybody has grown.
         {"token_counts": [3, 2], "tokens": [5, 6, 7, 8, 9]},
         {"accepted_counts": [0, 0], "accepted_sources": [], "token_counts": [2, 1], "tokens": [5, 6, 8]},
@@ -87,7 +89,7 @@ def test_what_a_target_says_is_taken():
     ],
 )
 def test_what_no_target_says_is_refused(changes):
-    with pytest.raises(ValueError, match=r"needed|given|reported|twice|there is not|no set|or one more"):
+    with pytest.raises(ValueError, match=r"needed|given|reported|twice|there is not|lengths|no set|or one more"):
         check(results(**changes))
 
 

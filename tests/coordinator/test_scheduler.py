@@ -14,6 +14,7 @@ from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.sampling import SamplingSpec, SpeculationMode
+from outrider.v1 import common_pb2
 from outrider.v1.generation_pb2 import Round
 
 
@@ -73,6 +74,17 @@ async def test_growth_that_is_late_twice_or_out_of_order_changes_no_token_and_is
     totals = bench.scheduler.totals
     assert totals.accepted_tokens > 0
     assert 0 < totals.dropped_nodes < sent
+
+
+async def test_an_opening_says_how_its_session_is_verified(make_bench):
+    bench = make_bench(sync_wait_cap_ms=30.0)
+    target = bench.add_target(rests=True)
+    bench.scheduler.weights.version = "v1"
+    bench.submit(make_request(mode=SpeculationMode.SYNC))
+    (session,) = target.sessions.values()
+    limits = session.opening.limits
+    assert (limits.mode, limits.sync_wait_ms) == (common_pb2.SPECULATION_MODE_SYNC, 30)
+    assert session.opening.weights == "v1"
 
 
 async def test_a_sync_session_is_not_starved_by_others(make_bench):

@@ -80,7 +80,7 @@ class Proposals:
 
 
 def propose(trie: NgramTrie, texts: TextTails, config: ProposalConfig) -> Proposals:
-    """Return what may follow each text."""
+    """Return what may follow each text; tails of texts are `config.suffix_tokens` wide."""
     size = config.draft_tokens
     tokens, parents, counts, contexts = np.zeros((4, len(texts), size), np.int32)
     shares, found = np.zeros((len(texts), size)), np.zeros((len(texts), 2), np.int32)

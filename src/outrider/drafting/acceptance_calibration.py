@@ -134,7 +134,11 @@ class AcceptanceCalibration(LearnedBuckets):
         return found
 
     def independent_buckets(self, log_q: FloatArray) -> IntArray:
-        """The bucket of every child of parents after which the target draws with coins of its own."""
+        """Return the buckets [R, k] int64 of children after whose parents the target draws with coins of its own.
+
+        Args:
+            log_q: [R, k], best first.
+        """
         return np.searchsorted(self.edges[0], -log_q) + self._rank_offset[: log_q.shape[1]] + 2 * self._rule_offset
 
     def estimate(self, buckets: IntArray, learned: npt.NDArray[np.bool_] | bool = True) -> FloatArray:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.config_checks import check_at_least_one
+from outrider.config_checks import check_at_least_one, check_positive
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
 _CPU_STEPS: dict[str, Any] = {"max_step_nodes": 8, "min_path_value": 0.03}
@@ -55,6 +55,9 @@ class GrowthConfig:
     def __post_init__(self) -> None:
         check_at_least_one(self, "branching", "max_step_nodes", "max_session_nodes", "max_step_tokens")
         check_at_least_one(self, "max_live_nodes", "max_model_len", "rejection_top_k")
+        check_positive(self, "prior_strength")
+        if not 0 < self.calibration_decay <= 1:
+            raise ValueError(f"calibration_decay: {self.calibration_decay} given, above 0 and at most 1 needed")
         for name in ("min_path_value", "min_acceptance"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 0 and below 1 needed")
