@@ -205,10 +205,11 @@ for name in "$@"; do
             chat two 1+1 draft-160m --gpus 2 --modes off async ;;
         chat-vllm) large target 8b target
             large draft 160m draft
-            gpus=$(nvidia-smi --list-gpus | wc -l) engines=
+            cards=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -s -d , -)}
+            gpus=$(echo "$cards" | tr , ' ' | wc -w) engines=
             for draft_tokens in 0 2 4 8; do
                 gpu=$(echo "$engines" | wc -w)
-                (failed=0; chat_vllm "$gpu" "$draft_tokens"; exit $failed) & engines="$engines $!"
+                (failed=0; chat_vllm "$(echo "$cards" | cut -d , -f $((gpu + 1)))" "$draft_tokens"; exit $failed) & engines="$engines $!"
                 if [ $((gpu + 1)) -eq "$gpus" ] || [ "$draft_tokens" -eq 8 ]; then
                     for engine in $engines; do
                         wait "$engine" || failed=1

@@ -38,8 +38,9 @@ TEMPERATURES = (0.0, 1.0)
 # Services that run at the same time, and sessions of each. Starting is most of the time on a GPU; on a CPU a resident
 # drafter's step expands so few nodes that sessions would take them from each other.
 _ON_GPU, _ON_CPU = (6, 8), (1, 1)
-# What n-grams remember: the prompts and answers of some sessions, and none of the temperature before.
-_NGRAM_CAPACITY = 50_000
+# What n-grams remember, in nodes a prompt: prompts and answers of a third of the sessions, so none of the temperature
+# before.
+_NGRAM_NODES = 900
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ def measure_acceptance(
     if drafters.sources:
         draft_args += ["--source", "+".join(drafters.sources), "--branching", str(size.branching)]
     if "ngram" in drafters.sources:
-        draft_args += ["--ngram-capacity", str(_NGRAM_CAPACITY), "--ngram-draft-tokens", str(size.nodes)]
+        draft_args += ["--ngram-capacity", str(_NGRAM_NODES * len(prompts)), "--ngram-draft-tokens", str(size.nodes)]
         draft_args += ["--ngram-max-breadth", "1"] if size.branching == 1 else []
     rows = []
     with (

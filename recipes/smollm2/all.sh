@@ -7,7 +7,7 @@
 # them write the text, and a draft of three times as many steps is trained beside head and block drafter, which have
 # twice the time. WORK gets everything: target (fetched unless it is there), text, draft, eagle/head, block/head, a
 # report.json of each, and acceptance.json. Text and draft go on where they have stopped.
-# PYTHON names another interpreter, GPUS how many there are (default: all).
+# PYTHON names another interpreter, and CUDA_VISIBLE_DEVICES picks GPUs.
 set -eu
 [ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
 work=$1 minutes=${2:-20} python=${PYTHON:-python} recipes=$(cd "$(dirname "$0")/.." && pwd)
@@ -32,24 +32,39 @@ train_head() {
 }
 
 [ -d "$work/target" ] || "$python" "$recipes/smollm2/fetch.py" "$work/target"
-gpus=${GPUS:-$(nvidia-smi -L 2> /dev/null | wc -l)}
+cards=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2> /dev/null | paste -s -d , -)}
+gpus=$(echo "$cards" | tr , ' ' | wc -w)
 [ "$gpus" -gt 0 ] || gpus=1
+writers='' draft=''
+
+# Background jobs outlive a script that is interrupted or fails.
+stop_jobs() {
+    for job in $writers $draft; do
+        # shellcheck disable=SC2046  # one each
+        kill "$job" $(pgrep -P "$job") 2> /dev/null || :
+    done
+}
+trap stop_jobs EXIT
+trap 'exit 130' INT TERM
 
 # on_gpu NUMBER COMMAND...
 on_gpu() {
-    if [ "$gpus" -gt 1 ]; then export CUDA_VISIBLE_DEVICES="$1"; fi
+    if [ "$gpus" -gt 1 ]; then
+        CUDA_VISIBLE_DEVICES=$(echo "$cards" | cut -d , -f $(($1 + 1)))
+        export CUDA_VISIBLE_DEVICES
+    fi
     shift
     "$@"
 }
 
 # write_text MINUTES: every GPU writes its part
 write_text() {
-    writers=
     for gpu in $(seq 0 $((gpus - 1))); do
         on_gpu "$gpu" unfinished "$python" "$recipes/smollm2/train.py" --work "$work" --stages text --sequences 4096 \
             --part "$gpu" "$gpus" --minutes "$1" & writers="$writers $!"
     done
     for writer in $writers; do wait "$writer"; done
+    writers=
 }
 
 # train_draft MINUTES OPTION...

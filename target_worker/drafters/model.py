@@ -16,8 +16,8 @@ from it, and no path is longer than its block.
 A head computes committed tokens once more from the target's hidden states, and grows what hangs below them anew. It
 begins with a session once the target has computed its prompt: its rows have the target's states.
 
-A session whose KV finds no slot here goes on without growth until others end. Sessions that ask for another rule than
-the coupled one or for a grammar are not drafted. In sync mode all steps run before a round, whether they pay or not.
+A session that finds no room for the KV of all its tokens is not drafted, nor are sessions that ask for another rule
+than the coupled one or for a grammar. In sync mode all steps run before a round, whether they pay or not.
 """
 
 from collections import deque
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.drafting import acceptance_calibration, expansions
@@ -241,7 +242,8 @@ class ResidentModel:
         pace: how many steps pay.
         steps: growth steps with rows so far.
         is_drafted: [S] bool, rows whose sessions it may grow.
-        is_judged: [S] bool, those of them whose tokens say whether its nodes are right: not where a rule makes them up.
+        counts_hits: [S] bool, those of them whose tokens tell whether its nodes are right: not under the
+            synthetic rule.
     """
 
     def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int, round_rows: int) -> None:
@@ -255,7 +257,7 @@ class ResidentModel:
             decay=growth.calibration_decay,
         )
         self.pace, self.steps, self._vocab_size = DraftSteps(draft.most_steps), 0, draft.vocab_size
-        self._committed = CommittedRows(session=draft.session_rows, all=round_rows)
+        self._committed = CommittedRows(each=draft.session_rows, total=round_rows)
         self._program = ResidentProgram(
             draft, self.calibration, pool, place=place, records=records, committed=self._committed
         )
@@ -265,18 +267,23 @@ class ResidentModel:
         self._is_counted, self._ids_used = np.ones(pool.sessions, np.bool_), np.zeros(pool.sessions, np.int32)
         self._grown = np.zeros(pool.sessions, np.int64)
         # By number of the step in its round, what its buckets would have gained, the roots that it had to expand, and
-        # how many sessions it was launched for; 0 where that says nothing.
+        # how many sessions it was launched for; 0 before there was one.
         no_gains = np.zeros(len(self._program.buckets), np.int64)
         self._early = [(no_gains, 0, 0) for _ in range(MOST_STEPS)]
         self._times = StepTimes()
         # Steps that are not read, oldest first.
         self._under_way: deque[_Step] = deque()
-        # Rounds since the last one with steps, at the start many; and whether steps of the round that is read had
-        # anything to do.
-        self._rested, self._has_begun = SHORT_GAP, False
+        # Rounds since the last one with steps, and whether steps of the round that is read had anything to do.
+        self._rested, self._has_begun = 0, False
+        # Whether a session has not fitted into a step since the last one that holds prompts.
+        self._is_blocked = False
         self._read = 0
-        # By row.
-        self.is_drafted, self.is_judged = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.bool_)
+        # By row: tokens of the opening that no launched step computes, and rows that the device may not know yet.
+        self._opening, self._is_new = np.zeros(pool.sessions, np.int64), np.zeros(pool.sessions, np.bool_)
+        self.is_drafted, self.counts_hits = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.bool_)
+        # Tokens of drafted sessions, and how many these are.
+        self._tokens, self._num_slots = 0, draft.num_slots
+        self._num_drafted = 0
 
     def warm_up(self) -> None:
         """Compile and capture what steps need; called before any session is opened."""
@@ -295,8 +302,13 @@ class ResidentModel:
         """Write the columns of a session's row, which no launched round uses; they are in place on return."""
         row, program = session.row, self._program
         self._expansions.clear(row)
-        self._grown[row], self.is_drafted[row] = 0, session.is_drafted_by(self.source)
-        self.is_judged[row] = self.is_drafted[row] and not session.sampling.is_synthetic
+        # Sessions share prompts in the target's cache, but not here. What finds no room for all of it would keep the
+        # slots that others need to go on.
+        needed = self._tokens + session.length + self._growth.max_live_nodes * (self._num_drafted + 1)
+        self.is_drafted[row] = is_drafted = session.is_drafted_by(self.source) and needed <= self._num_slots
+        self._tokens, self._num_drafted = self._tokens + is_drafted * session.length, self._num_drafted + is_drafted
+        self._grown[row], self._opening[row], self._is_new[row] = 0, session.length, True
+        self.counts_hits[row] = is_drafted and not session.sampling.is_synthetic
         program.describe_row(
             row,
             session.sampling,
@@ -304,8 +316,7 @@ class ResidentModel:
             prompt_len=session.prompt_len,
             stop_ids=session.stop_token_ids,
             # Half a pool: draft workers have the rest.
-            max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching)
-            * self.is_drafted[row],
+            max_nodes=max(min(self._growth.max_live_nodes, self._capacity // 2), program.branching) * is_drafted,
             max_depth=min(session.max_depth, self._max_depth),
             is_fixed=session.is_sync,
         )
@@ -333,54 +344,78 @@ class ResidentModel:
         Returns:
             How many.
         """
-        sessions = [
+        # On the device all of them take part, also those that rest.
+        drafted = [
             session
             for session in sessions
-            if session.may_grow(self.source)
-            and session.length < self.pool.max_len
-            # The rows of others rest.
-            and (session.is_prefilled or not self._regrows)
+            if self.is_drafted[session.row] and session.length < min(session.limit, self.pool.max_len)
         ]
-        program, verified = self._program, sum(session.is_running or session.is_entering for session in sessions)
+        self._tokens, self._num_drafted = sum(session.length for session in drafted), len(drafted)
+        if self._regrows:
+            drafted = [session for session in drafted if session.is_prefilled]
+        growing = [session for session in drafted if session.may_grow(self.source)]
+        program, verified = self._program, sum(session.is_running or session.is_entering for session in growing)
         expected_ns = self._expected_ns(verified)
         # Beside prompts alone the drafter computes its own.
-        count, is_trial = min(len(sessions), 1), False
-        if any(session.is_sync for session in sessions):
+        count, is_trial, is_sync = min(len(growing), 1), False, any(session.is_sync for session in growing)
+        if is_sync:
             count = self.pace.most
         elif verified:
             count, is_trial = self.pace.choose(verified, expected_ns, rates), self.pace.is_trial
         count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
-        processes = any(session.sampling.has_processors for session in sessions)
+        processes = any(session.sampling.has_processors for session in drafted)
+        rows = np.array(sorted(session.row for session in drafted), np.int64)
         for number in range(count):
-            bucket = self._bucket(number, len(sessions))
+            if number:
+                bucket = self._later_bucket(number, len(rows), is_sync=is_sync)
+            else:
+                bucket = self._first_bucket(rows[~self._is_new[rows]], len(rows), is_sync=is_sync)
             program.launch(bucket, processes=processes, is_first=number == 0)
             trial_ns = expected_ns[number] if is_trial and number == count - 1 else None
-            self._under_way.append(_Step(number, bucket, len(sessions), verified, trial_ns))
-            self._rested = 0
-        self._rested += not count
+            self._under_way.append(_Step(number, bucket, len(rows), verified, trial_ns))
+        self._rested = self._rested + 1 if len(rows) and not count else 0
+        # Their records are in the round that comes next.
+        self._is_new[rows] = False
         return count
+
+    def _first_bucket(self, rows: npt.NDArray[np.int64], sessions: int, *, is_sync: bool) -> int:
+        """Return the bucket of a round's first step, and note what it computes.
+
+        Args:
+            rows: in order, of sessions that the device knows.
+            sessions: that are drafted.
+            is_sync: whether the bucket may depend on nothing that was measured.
+        """
+        opening, program = self._opening[rows], self._program
+        holds_prompts, committed = len(program.buckets) - 1, self._committed.of(sessions) + self._rested * sessions
+        has_long = (opening > SHORT_GAP).any() or self._committed.each + self._rested > SHORT_GAP
+        if has_long or self._is_blocked:
+            self._is_blocked = False
+            # As `select` shares a chunk.
+            is_long, left = opening > SHORT_GAP, self._growth.max_step_tokens
+            taken = np.minimum(opening, np.maximum(left - (np.cumsum(is_long * opening) - is_long * opening), 0))
+            self._opening[rows] -= np.where(is_long, taken, opening)
+            return holds_prompts
+        self._opening[rows] = 0
+        if self._rested or opening.any() or is_sync:
+            return program.holding(committed + int(opening.sum()), sessions)
+        return self._later_bucket(0, sessions, is_sync=False)
+
+    def _later_bucket(self, number: int, sessions: int, *, is_sync: bool) -> int:
+        """Return the bucket of a step whose sessions have no prompts left."""
+        program, (gains, roots, before) = self._program, self._early[number]
+        if is_sync:
+            return max(len(program.buckets) - 2, 0)
+        # What the last step like it needed counts if the load was about the same.
+        if before <= 2 * sessions <= 4 * before:
+            found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
+            if program.buckets[found].sessions >= sessions:
+                return found
+        return self._usual_bucket(number, sessions)
 
     def _reads(self, number: int) -> bool:
         """True if a step of this number reads the logits of the round's first one."""
         return self._block is not None and number > 0
-
-    def _bucket(self, number: int, sessions: int) -> int:
-        """Return the bucket of a round's step."""
-        program, (gains, roots, before) = self._program, self._early[number]
-        if self._rested and number == 0:
-            # Each round without growth has committed one more token of a session.
-            if self._committed.session + self._rested > SHORT_GAP:
-                return len(program.buckets) - 1
-            return program.holding(self._committed.of(sessions) + self._rested * sessions, sessions)
-        # What the last step like it needed counts if the load was about the same.
-        if before <= 2 * sessions <= 4 * before:
-            found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
-            # One of those that hold prompts is enough, and may be under way.
-            is_prompts = found == len(program.buckets) - 1
-            is_repeated = is_prompts and any(step.bucket == found for step in self._under_way)
-            if program.buckets[found].sessions >= sessions and not is_repeated:
-                return found
-        return self._usual_bucket(number, sessions)
 
     def _usual_bucket(self, number: int, sessions: int) -> int:
         """Return a bucket that holds what so many sessions have committed in a round, or a node of each."""
@@ -390,10 +425,8 @@ class ResidentModel:
         """Return the times of a round's steps to expect; none before anything is known."""
         found: list[float] = []
         for number in range(MOST_STEPS):
-            bucket = self._usual_bucket(number, sessions) if self._rested else self._bucket(number, sessions)
-            if bucket == len(self._program.buckets) - 1:
-                # The bucket of prompts, and of what has to be caught up with.
-                bucket = self._usual_bucket(number, sessions)
+            usual = self._usual_bucket(number, sessions)
+            bucket = usual if self._rested else self._later_bucket(number, sessions, is_sync=False)
             step_ns = self._times.expected_ns(bucket, sessions, reads=self._reads(number))
             if step_ns is None:
                 return []
@@ -418,11 +451,13 @@ class ResidentModel:
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        # A session that has waited for a larger bucket has a root as well, and gets that bucket in the first step of a
-        # round.
-        # No bucket holds those that wait for more slots than there are.
-        if not step.number or gains[step.bucket] >= 0:
-            self._early[step.number] = gains, min(needed, max(in_step, 1)), step.sessions if gains.max() >= 0 else 0
+        holds_prompts = len(program.buckets) - 1
+        if gains[step.bucket] >= 0:
+            if step.bucket != holds_prompts:
+                self._early[step.number] = gains, min(needed, in_step), step.sessions
+        elif gains[holds_prompts] >= 0:
+            # Otherwise it waits for slots.
+            self._is_blocked |= all(other.bucket != holds_prompts for other in self._under_way)
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1

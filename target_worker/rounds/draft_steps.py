@@ -72,7 +72,7 @@ class DraftSteps:
             self._trial_rounds = 0
             return count
         most_ns = 2 * _TRIAL_ROUNDS * float(steps_ns.max())
-        self._saved_ns = min(max(self._saved_ns, -most_ns), most_ns)
+        self._saved_ns = min(self._saved_ns, most_ns)
         if not self._trial_rounds and self._saved_ns >= _TRIAL_ROUNDS * steps_ns[count]:
             self._trial_rounds = _TRIAL_ROUNDS
         if self._trial_rounds:

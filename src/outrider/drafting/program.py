@@ -83,17 +83,17 @@ class CommittedRows:
     """Most committed tokens without KV behind a round.
 
     Attributes:
-        session: of a session.
-        all: of all sessions together; None: as many of each.
+        each: of a session.
+        total: of all sessions together; None: as many of each.
     """
 
-    session: int = 2
-    all: int | None = None
+    each: int = 2
+    total: int | None = None
 
     def of(self, sessions: int) -> int:
         """Return those of so many sessions."""
-        rows = self.session * sessions
-        return rows if self.all is None else min(rows, self.all)
+        rows = self.each * sessions
+        return rows if self.total is None else min(rows, self.total)
 
 
 def growth_buckets(

@@ -37,7 +37,7 @@ def test_each_step_expands_the_best_nodes_of_all_sessions():
         assert sorted(taken, reverse=True) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("committed", [CommittedRows(), CommittedRows(session=9), CommittedRows(session=9, all=512)])
+@pytest.mark.parametrize("committed", [CommittedRows(), CommittedRows(each=9), CommittedRows(each=9, total=512)])
 @pytest.mark.parametrize("sessions", [1, 16, 64, 256])
 def test_there_are_buckets_for_nodes_and_for_commits_of_all_sessions(sessions: int, committed: CommittedRows):
     config = GrowthConfig(**step_defaults("cuda"))
