@@ -56,6 +56,8 @@ class Deployment:
         self._owns_ray = False
         self.controller: Any = None  # Ray's handle of the `Controller`
         self._keeping: asyncio.Task[None] | None = None
+        # Events that have been told.
+        self._seen, self._renewing = 0, asyncio.Lock()
         self.endpoints: list[str] = []
         """host:port of every coordinator."""
         self.shared_endpoints: list[str] = []
@@ -89,6 +91,7 @@ class Deployment:
             # One that is left alone belongs to somebody until it serves: whoever was killed meanwhile cannot end it.
             self._keeping = asyncio.create_task(self._keep())
             failure: str | None = await self.controller.started.remote()
+            await self._renew()
             found = {} if failure is not None else await self.status()
         except ray.exceptions.RayError as error:
             await self.stop()
@@ -183,18 +186,21 @@ class Deployment:
 
     async def _keep(self) -> None:
         """Renews the deployment's lease until it has ended, and tells what happens to it."""
-        seen = 0
         while True:
             try:
-                seen, events = await self.controller.keep.remote(seen)
-                for event in events:
-                    self._tell(event)
+                await self._renew()
             except ray.exceptions.RayError as error:
                 if isinstance(error, ray.exceptions.ActorDiedError) and self._running() is None:
                     return
                 self._tell(f"the controller is gone ({type(error).__name__}); the roles serve on, Ray starts it anew")
-                seen = 0
+                self._seen = 0
             await asyncio.sleep(KEEP_INTERVAL_S if self.endpoints else _START_INTERVAL_S)
+
+    async def _renew(self) -> None:
+        async with self._renewing:
+            self._seen, events = await self.controller.keep.remote(self._seen)
+        for event in events:
+            self._tell(event)
 
 
 async def end(controller: Any, *, role_timeout_s: float | None, config: DeployConfig) -> None:
