@@ -108,16 +108,15 @@ class Bench:
 
     def measure(self, temperature: float, sessions: int) -> dict[str, Any]:
         """Return the figures of one cell, counted from the first step that ends after the warm-up."""
-        numbers = itertools.count()
         running: dict[str, _Request] = {}
 
-        def begin() -> None:
-            number = next(numbers)
+        def begin(number: int) -> None:
             request_id = self._add(number, temperature, self.max_new_tokens)
             running[request_id] = _Request(number=number, began_s=self.clock())
 
-        for _ in range(sessions):
-            begin()
+        # As in end_to_end.py, each session goes on with the prompts after its first.
+        for session in range(sessions):
+            begin(session)
         warm_s = self.clock() + self.warm_up_s
         began_s, now_s, tokens, steps, before, answers = None, self.clock(), 0, 0, (0, 0), list[Answer]()
         while began_s is None or now_s < began_s + self.measure_s:
@@ -131,7 +130,7 @@ class Bench:
                 if output.finished:
                     del running[output.request_id]
                     answers += self._answers(request, now_s)
-                    begin()
+                    begin(request.number + 1)
             if began_s is None and now_s >= warm_s:
                 began_s, tokens, steps, before, answers = now_s, 0, 0, self._speculation(), []
         drafts, accepted = (late - early for late, early in zip(self._speculation(), before, strict=True))
@@ -156,13 +155,14 @@ class Bench:
         ]
 
     def _add(self, number: int, temperature: float, max_tokens: int) -> str:
+        seed = next(self._ids)
         sampling = self.vllm.SamplingParams(
             temperature=temperature, max_tokens=max_tokens, stop_token_ids=list(self.stop_token_ids),
-            ignore_eos=not self.stop_token_ids, detokenize=False, seed=number,
+            ignore_eos=not self.stop_token_ids, detokenize=False, seed=seed,
         )  # fmt: skip
         token_ids = self.prompts.token_ids
         prompt = self.vllm.TokensPrompt(prompt_token_ids=token_ids[number % len(token_ids)])
-        request_id = f"r{next(self._ids)}"
+        request_id = f"r{seed}"
         self.engine.add_request(request_id, prompt, sampling)
         return request_id
 
