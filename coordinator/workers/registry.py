@@ -161,10 +161,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         try:
             await context.write(lease)
             await self._sit_out_quarantine(worker)
-            if worker.is_target:
-                await self.reloads.fit(worker)
+            # Before it is believed that it has the service's newest weights, and others start over.
             if not worker.is_to_go:
                 await self._connect(worker)
+            if worker.is_target:
+                await self.reloads.fit(worker)
+            if not (worker.is_to_go or worker.is_lost):
+                self._add(worker)
                 logger.info(
                     "worker %s at %s is serving", worker.worker_id, worker.introduction.address, extra=worker.ids
                 )
@@ -276,9 +279,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             )
         worker.link = link
         await until_any(link.ready(timeout_s=self._config.connect_timeout_s), _lost(worker))
+
+    def _add(self, worker: RegisteredWorker) -> None:
+        link = worker.link
         if isinstance(link, TargetLink):
             self._scheduler.add_target(worker.worker_id, link, worker.introduction.limits)
-        else:
+        elif isinstance(link, DraftLink):
             told = worker.introduction
             self._scheduler.drafts.add(worker.worker_id, link, told.limits, sources=told.sources)
         self._scheduler.note_load(worker.worker_id, worker.load)

@@ -294,6 +294,20 @@ async def test_a_coordinator_that_has_forgotten_takes_the_newest(model_folder):
             assert tokens_of(await generate(coordinator)) == said("new")
 
 
+async def test_weights_of_a_worker_that_nobody_can_reach_are_not_taken(coordinator, pair):
+    before, introduction = versions(coordinator), registry_pb2.WorkerIntroduction()
+    introduction.CopyFrom(coordinator.info().workers[0].introduction)
+    introduction.worker_id, introduction.address = "c", "127.0.0.1:1"
+    introduction.model.weights.CopyFrom(common_pb2.Weights(version="new", path="/new", reloads=9))
+    async with open_channel(coordinator.address) as channel:
+        call = registry_pb2_grpc.RegistryServiceStub(channel).Register()
+        await call.write(registry_pb2.WorkerReport(introduction=introduction))
+        with pytest.raises(grpc.aio.AioRpcError, match="the lease has ended"):
+            async for _ in call:
+                pass
+    assert (states(coordinator), versions(coordinator)) == (["serving", "serving"], before)
+
+
 async def test_targets_that_were_started_with_different_weights_do_not_mix(model_folder, monkeypatch):
     monkeypatch.setattr(reload, "_RETRY_S", 0.05)
     other = common_pb2.Weights(version="new", path="/elsewhere")
