@@ -33,7 +33,7 @@ def start_log(config: DeployConfig, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleReport:
-    """What an actor says of itself."""
+    """An actor's account of itself."""
 
     pid: int  # of its process, new after every restart
     node: str

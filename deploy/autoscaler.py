@@ -36,7 +36,7 @@ _OTHER_LOAD = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """How many drafts there should be now, and why."""
+    """The number of drafts there should be now, and why."""
 
     drafts: int  # workers, between min and max
     reason: str

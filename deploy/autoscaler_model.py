@@ -25,7 +25,7 @@ _LAW_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class DemandWindow:
-    """What one coordinator, or all together, have seen in some seconds."""
+    """Counts of one coordinator, or of all together, over some seconds."""
 
     seconds: float
     drafts: int  # workers that served all the while
@@ -67,7 +67,7 @@ class DemandWindow:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the coordinators said at one moment: counters of each, and who serves."""
+    """The coordinators' answers at one moment: counters of each, and who serves."""
 
     at_s: float
     counters: Mapping[int, Mapping[str, int]]  # by incarnation, a coordinator's counters

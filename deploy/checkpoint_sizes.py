@@ -14,7 +14,7 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """What memory a checkpoint asks for."""
+    """The memory that a checkpoint asks for."""
 
     weights: int  # bytes of all of them
     kv: int  # bytes of one token's keys and values

@@ -32,7 +32,7 @@ class CoordinatorView:
         }
 
     def answers(self, endpoint: str | None) -> bool:
-        """Whether a coordinator answered."""
+        """True if a coordinator answered."""
         return endpoint in self.infos
 
     def of(self, address: str | None) -> list[generation_pb2.WorkerStatus]:
@@ -41,7 +41,7 @@ class CoordinatorView:
         return [workers[address] for workers in known if address in workers]
 
     def is_everywhere(self, address: str | None) -> bool:
-        """Whether every coordinator uses the worker of this address."""
+        """True if every coordinator uses the worker of this address."""
         serving = [status for status in self.of(address) if status.state == "serving"]
         return 0 < len(self._crew.endpoints) == len(serving)
 
@@ -54,7 +54,7 @@ class CoordinatorView:
         return max((status.load.sessions for status in self.of(address)), default=0)
 
     def totals(self) -> list[dict[str, Any]]:
-        """Of each coordinator that answered, what it has done."""
+        """Counters of each coordinator that answered."""
         return [
             {
                 "endpoint": endpoint,

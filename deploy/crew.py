@@ -262,7 +262,7 @@ class Crew:
         return f"{self._config.name}/{name}"
 
     def _bundle(self, role: Role) -> dict[str, float]:
-        """What one worker of a role takes."""
+        """The resources that one worker of a role takes."""
         return placement.bundle(self._gpus[role], self._resources[role])
 
     def _nodes(self) -> list[Node]:

@@ -69,7 +69,7 @@ class Demand:
             self._scaler, self._metrics = Autoscaler(config), AutoscalerMetrics(config.name)
 
     def drafts(self, infos: Iterable[generation_pb2.ServerInfo], *, now: int) -> int:
-        """How many drafts there should be, by what the coordinators say; `now`, how many there are to be so far."""
+        """The number of drafts there should be, by what the coordinators say; `now` is the number so far."""
         if self._scaler is None or self._metrics is None:
             return now
         decision = self._scaler.decide(list(infos), drafts=now, now_s=time.monotonic())

@@ -31,7 +31,7 @@ _IMPORTING = "importing PyTorch"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetting:
-    """What one worker is given beside the deployment's configuration."""
+    """Settings of one worker beside the deployment's configuration."""
 
     name: str  # that it keeps over restarts
     coordinators: tuple[str, ...]  # host:port of each as it starts

@@ -22,7 +22,7 @@ HEALTH_CHECK_TIMEOUT_S = 30.0
 
 
 class Keeper:
-    """What the application's one replica runs."""
+    """The one replica of the application: it keeps a deployment."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment

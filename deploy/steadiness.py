@@ -15,7 +15,7 @@ _SLACK_S = 0.5
 
 
 class Steadiness:
-    """What was advised lately."""
+    """Recent advice."""
 
     def __init__(self, *, up_s: float, down_s: float) -> None:
         self._up_s, self._down_s = up_s, down_s

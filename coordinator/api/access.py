@@ -37,7 +37,7 @@ _PLACE_RETRY_S = 1.0
 
 
 class _Level:
-    """What is left of a limit a minute; None is no limit."""
+    """The rest of a limit a minute; None is no limit."""
 
     def __init__(self, per_minute: int | None) -> None:
         self._limit = self._level = math.inf if per_minute is None else float(per_minute)

@@ -23,7 +23,7 @@ _MAX_LOOKED_AT = 100
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What a request may ask for, and what it gets when it does not say.
+    """Bounds of what a request may ask for, and its defaults.
 
     Attributes:
         default_max_new_tokens: cut to the room that is left where the prompt is long.

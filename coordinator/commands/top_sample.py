@@ -74,7 +74,7 @@ class Figures:
 
 
 def figures(before: Look | None, now: Look) -> Figures:
-    """What one coordinator does."""
+    """Figures of one coordinator."""
     info = now.info
     if info is None:
         return Figures(endpoint=now.endpoint, problem=now.problem or "no answer")

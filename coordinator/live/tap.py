@@ -254,7 +254,7 @@ def watch(session: "Session", piece: Callable[[int], bytes], *, max_lines: int =
 
 
 def pieces(tokenizer: TextTokenizer | None) -> Callable[[int], bytes]:
-    """What tokens stand for, by a tokenizer; without one, nothing."""
+    """The text of tokens, by a tokenizer; without one, none."""
     return tokenizer.piece if tokenizer is not None else lambda token: b""
 
 

@@ -12,7 +12,7 @@ from outrider.errors import FieldViolation, InvalidRequest
 
 
 def document(runs: Sequence[Run], *, is_detailed: bool) -> dict[str, Any]:
-    """What is written."""
+    """The document that is written."""
     objects = [run.figures | (details(run.records) if is_detailed else {}) for run in runs]
     return _plain(objects[0] if len(objects) == 1 else {"runs": objects})
 

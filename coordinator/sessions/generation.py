@@ -83,7 +83,7 @@ class Generation:
         self._events: deque[GenerationEvent] = deque()
         self._wake = asyncio.Event()
         self.error: OutriderError | None = None
-        """What has ended the request before its end, if anything has."""
+        """The error that has ended the request early, if any."""
         self.times = RequestTimes()
         self.weights = request.weights
         """Version of those that its tokens are chosen with; empty before it is placed, or where nobody knows."""

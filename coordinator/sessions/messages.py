@@ -1,4 +1,4 @@
-"""What travels between the coordinator's parts.
+"""Messages between the coordinator's parts.
 
 service ── GenerationRequest ──> scheduler
 service <── TokenDelta, Round, GenerationResult ── scheduler <── RoundResults ── target

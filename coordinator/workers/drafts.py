@@ -119,7 +119,7 @@ class Drafts:
                 return
 
     def _kinds(self) -> set[frozenset[GrowthSource]]:
-        """What drafts grow by, each combination once."""
+        """The sources of drafts, each combination once."""
         return {peer.sources for peer in self.peers.values()}
 
     def _assign(self, session: Session, kinds: Collection[frozenset[GrowthSource]]) -> None:

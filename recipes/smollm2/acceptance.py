@@ -68,7 +68,7 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Drafters:
-    """What grows a session's trees.
+    """The drafters of a session's trees.
 
     Attributes:
         name: in the figures.

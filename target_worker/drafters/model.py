@@ -366,10 +366,13 @@ class ResidentModel:
         processes = any(session.sampling.has_processors for session in drafted)
         rows = np.array(sorted(session.row for session in drafted), np.int64)
         for number in range(count):
-            if number:
-                bucket = self._later_bucket(number, len(rows), is_sync=is_sync)
-            else:
+            if not number:
                 bucket = self._first_bucket(rows[~self._is_new[rows]], len(rows), is_sync=is_sync)
+            elif is_sync:
+                # The widest of those that hold no prompts.
+                bucket = max(len(program.buckets) - 2, 0)
+            else:
+                bucket = self._bucket_as_before(number, len(rows))
             program.launch(bucket, processes=processes, is_first=number == 0)
             trial_ns = expected_ns[number] if is_trial and number == count - 1 else None
             self._under_way.append(_Step(number, bucket, len(rows), verified, trial_ns))
@@ -399,14 +402,11 @@ class ResidentModel:
         self._opening[rows] = 0
         if self._rested or opening.any() or is_sync:
             return program.holding(committed + int(opening.sum()), sessions)
-        return self._later_bucket(0, sessions, is_sync=False)
+        return self._bucket_as_before(0, sessions)
 
-    def _later_bucket(self, number: int, sessions: int, *, is_sync: bool) -> int:
-        """Return the bucket of a step whose sessions have no prompts left."""
+    def _bucket_as_before(self, number: int, sessions: int) -> int:
+        """Return the bucket of a step without prompts, by the last one like it if the load was about the same."""
         program, (gains, roots, before) = self._program, self._early[number]
-        if is_sync:
-            return max(len(program.buckets) - 2, 0)
-        # What the last step like it needed counts if the load was about the same.
         if before <= 2 * sessions <= 4 * before:
             found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
             if program.buckets[found].sessions >= sessions:
@@ -426,7 +426,7 @@ class ResidentModel:
         found: list[float] = []
         for number in range(MOST_STEPS):
             usual = self._usual_bucket(number, sessions)
-            bucket = usual if self._rested else self._later_bucket(number, sessions, is_sync=False)
+            bucket = usual if self._rested else self._bucket_as_before(number, sessions)
             step_ns = self._times.expected_ns(bucket, sessions, reads=self._reads(number))
             if step_ns is None:
                 return []

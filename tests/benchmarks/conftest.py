@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def silence() -> Iterator[None]:
-    """What every wrong message is answered with is no news."""
+    """Warnings about wrong messages are switched off."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)

@@ -73,7 +73,7 @@ class Bench:
                 raise error
 
     def submit(self, request: GenerationRequest, *streams: TextStream) -> Generation:
-        """Of a client who wants no text, unless streams are given."""
+        """A generation of a client who wants no text, unless streams are given."""
         return self.scheduler.submit(request, streams or [TextStream(None) for _ in range(request.n)])
 
     def begin(self, number: int = 1, **changes: Any) -> Session:
@@ -83,7 +83,7 @@ class Bench:
         return session
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """What a request gives, whose choices all have the tokens that the target would give them alone."""
+        """The result of a request, whose choices all have the tokens that the target would give them alone."""
         generation = self.submit(request)
         outputs = [list(request.received.get(index, ())) for index in range(request.n)]
         results = list[GenerationResult]()
@@ -102,7 +102,7 @@ class Bench:
         return result
 
     async def generate_all(self, requests: Iterable[GenerationRequest]) -> list[GenerationResult]:
-        """What several give that run together."""
+        """The results of several requests that run together."""
         return await asyncio.gather(*map(self.generate, requests))
 
 

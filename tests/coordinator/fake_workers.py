@@ -56,7 +56,7 @@ def make_request(number: int = 1, *, tokens: int = 40, **changes: Any) -> Genera
 
 
 def expected_output(request: GenerationRequest) -> list[int]:
-    """What the fake target gives a choice."""
+    """The tokens that the fake target gives a choice."""
     token_ids, sampling, begin = list(request.prompt_token_ids), request.sampling, len(request.prompt_token_ids)
     while len(token_ids) - begin < sampling.max_new_tokens:
         token_ids.append(next_token(token_ids))

@@ -177,7 +177,7 @@ NO_LOADS = {
 
 
 def load(**changes) -> common_pb2.WorkerLoad:
-    """Of a draft that has observed something, two bins."""
+    """Two bins of a draft that has observed something."""
     figures = {"busy": 0.5, "edges": [0.5], "children": [4, 6], "predicted": [0.2, 0.7], "hits": [1, 4]} | changes
     packed = {
         name: figures[name] if isinstance(figures[name], bytes) else floats_to_bytes(figures[name])

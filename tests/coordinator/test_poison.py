@@ -56,7 +56,7 @@ class Cluster:
 
 
 async def refusals(bench: Any, numbers: list[int]) -> dict[int, Exception]:
-    """Of requests that run together, those that are refused; the others get what they would have got alone."""
+    """Those of requests that run together that are refused; the others get what they would have got alone."""
     bench.limits.max_sessions = 8
     requests = [bench.generate(make_request(number, tokens=60)) for number in numbers]
     async with asyncio.timeout(20):

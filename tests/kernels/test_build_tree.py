@@ -30,7 +30,7 @@ def _words_dtype(nodes: int) -> torch.dtype:
 def _run(
     tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dtype | None = None, *, reference: bool = False
 ) -> SimpleNamespace:
-    """What is written for `tree`; the mask is flat, its buffer one row of cells longer than needed."""
+    """The outputs for `tree`; the mask is flat, its buffer one row of cells longer than needed."""
     requests, nodes = len(tree.lengths), tree.nodes
     cells = {
         0: nodes * (nodes * requests + sum(tree.lengths)),

@@ -1,4 +1,4 @@
-"""What draft heads are fed with: recorded cases, the kernels against the references, and positions of nonsense."""
+"""Inputs of draft heads: recorded cases, the kernels against the references, and positions of nonsense."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _draw_steps(random: Random, requests: int) -> Given:
 
 
 def _draw_expansion(random: Random, size: tuple[int, int]) -> Given:
-    """Of (requests, longest query)."""
+    """Draw inputs of `size`: requests, and tokens of the longest query."""
     start = _starts([random.randint(1, size[1]) for _ in range(size[0])])
     return {
         "target_token_ids": [random.randrange(50_000) for _ in range(start[-1])],

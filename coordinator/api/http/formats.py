@@ -129,7 +129,7 @@ class ChoicesFormat:
 
 
 class CompletionFormat(ChoicesFormat):
-    """Of /v1/completions."""
+    """The format of /v1/completions."""
 
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         super().__init__(asked, kind="text_completion", model=model, created=created, tokenizer=tokenizer)

@@ -37,7 +37,7 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderInputs:
-    """What one forward computes."""
+    """The work of one forward pass."""
 
     token_ids: torch.Tensor  # [T] int32 or int64
     positions: torch.Tensor  # [T] int32

@@ -1,4 +1,4 @@
-"""What the processes of a tensor-parallel model are to each other (see `outrider.engine.tensor_parallel_leader`)."""
+"""Messages between the processes of a tensor-parallel model (see `outrider.engine.tensor_parallel_leader`)."""
 
 import contextlib
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ STEP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a follower is told first."""
+    """The first message to a follower."""
 
     meeting: Meeting  # where it meets the others, with its rank
     config: EngineConfig

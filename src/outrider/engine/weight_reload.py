@@ -54,7 +54,7 @@ class CheckedWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningModel:
-    """What runs, as far as other weights have to fit it."""
+    """The running model, as far as other weights have to fit it."""
 
     config: EngineConfig
     card: ModelCard

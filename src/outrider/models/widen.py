@@ -69,7 +69,7 @@ def load_small(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What will be written."""
+    """The files that will be written."""
 
     shards: tuple[tuple[str, ...], ...]  # names of the tensors of each file
     weight_bytes: int

@@ -104,7 +104,7 @@ def _positions(token_ids: torch.Tensor, max_positions: int) -> torch.Tensor:
 
 
 def root_mean_square(values: torch.Tensor) -> float:
-    """Of all entries, in float64."""
+    """Root mean square of all entries, in float64."""
     return values.double().square().mean().sqrt().item()
 
 

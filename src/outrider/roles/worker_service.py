@@ -57,7 +57,7 @@ Config = TypeVar("Config", bound=WorkerConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What is known of a worker when its model is loaded."""
+    """A worker's description once its model is loaded."""
 
     model: common_pb2.ModelInfo
     limits: registry_pb2.WorkerLimits
