@@ -5,6 +5,10 @@ of what is asked for are read, and nothing is copied before it goes to its devic
 
 A checkpoint may have matrices of 8 bits: X.weight is float8_e4m3, and X.weight_scale has the factor of every row, or
 one for all.
+
+A checkpoint may store equal rows of a matrix of floats once: X.weight has the different ones, [R, N], and
+X.weight_rows, [V] int32, says which of them each of the V rows is. A source hands out all V rows. In such a file many
+tokens can share a row of the embedding, and it is no larger for them.
 """
 
 import json
@@ -22,6 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SCALED = "F8_E4M3"
+_INTEGERS = ("I32", "I64")
 
 
 class WeightSource(Protocol):
@@ -77,8 +82,8 @@ class SafetensorsSource:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
-        return frozenset(self._file_of)
+        """Of all tensors that it hands out."""
+        return frozenset(self._file_of) - {_rows_of(name) for name in self._file_of}
 
     @property
     def files(self) -> dict[str, list[str]]:
@@ -107,14 +112,17 @@ class SafetensorsSource:
                                   "copy or save the checkpoint again")  # fmt: skip
         for name, shape in shapes.items():
             found = self._slice(name)
-            given = tuple(found.get_shape())
+            given, dtype = tuple(found.get_shape()), found.get_dtype()
+            if _rows_of(name) in self._file_of and dtype in _FLOATS:
+                self._check_rows(name, given[0], shape)
+                given = shape[:1] + given[1:]
             if given != shape:
                 raise CheckpointError(f"{self._path(name)}: {name} has shape {list(given)}, "
                                       f"{list(shape)} needed after config.json")  # fmt: skip
-            if found.get_dtype() == _SCALED:
+            if dtype == _SCALED:
                 self._check_factors(name, shape)
-            elif found.get_dtype() not in _FLOATS:
-                raise CheckpointError(f"{self._path(name)}: {name} is {found.get_dtype()}; "
+            elif dtype not in _FLOATS:
+                raise CheckpointError(f"{self._path(name)}: {name} is {dtype}; "
                                       "give the float or bfloat16 checkpoint")  # fmt: skip
 
     def factors(self, name: str) -> torch.Tensor | None:
@@ -127,16 +135,36 @@ class SafetensorsSource:
         return stored.float().flatten().expand(self._slice(name).get_shape()[0])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the mapped file."""
-        return self._slice(name)[:]
+        """A view of the mapped file, or a copy where equal rows are stored once."""
+        return self._select(name, slice(None), self._slice(name)[:])
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A view of the mapped file."""
+        """As `tensor`."""
+        if _rows_of(name) in self._file_of:
+            return self._select(name, slice(start, stop), self._slice(name)[:])
         return self._slice(name)[start:stop]
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A view of the mapped file."""
-        return self._slice(name)[:, start:stop]
+        """As `tensor`."""
+        return self._select(name, slice(None), self._slice(name)[:, start:stop])
+
+    def _select(self, name: str, part: slice, stored: torch.Tensor) -> torch.Tensor:
+        """Return a part of a tensor's rows, out of the rows that are stored; all of these where each stands for one."""
+        rows = _rows_of(name)
+        return stored[self._slice(rows)[part].long()] if rows in self._file_of else stored
+
+    def _check_rows(self, name: str, count: int, shape: tuple[int, ...]) -> None:
+        """Check which of `count` rows each row of a matrix is."""
+        rows = _rows_of(name)
+        found = self._slice(rows)
+        given = list(found.get_shape())
+        if given != [shape[0]] or found.get_dtype() not in _INTEGERS:
+            raise CheckpointError(f"{self._path(rows)}: {rows} is {found.get_dtype()} of shape {given}, "
+                                  f"[{shape[0]}] whole numbers needed after config.json")  # fmt: skip
+        least, most = (int(each) for each in found[:].aminmax())
+        if least < 0 or most >= count:
+            raise CheckpointError(f"{self._path(rows)}: {rows} names row {least if least < 0 else most}, and {name} "
+                                  f"has {count}; copy or save the checkpoint again")  # fmt: skip
 
     def _check_factors(self, name: str, shape: tuple[int, ...]) -> None:
         factors = _factors_of(name)
@@ -193,3 +221,7 @@ class SafetensorsSource:
 
 def _factors_of(name: str) -> str:
     return f"{name}_scale"
+
+
+def _rows_of(name: str) -> str:
+    return f"{name}_rows"

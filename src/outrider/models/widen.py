@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
+from outrider.engine.weight_source import SafetensorsSource
 from outrider.models.widened_eagle import WidenedEagle
 from outrider.models.widened_weights import LlamaShape, WidenedLlama
 
@@ -60,11 +60,8 @@ def load_small(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "num_attention_heads" in config:
         config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 not a dict
-    return config, weights
+    source = SafetensorsSource(folder)
+    return config, {name: source.tensor(name) for name in sorted(source.names)}
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging as transformers_logging
 
 from outrider.errors import CheckpointError
 from outrider.models import held_out_prompts
+from outrider.models.widen import load_small
 
 PROMPTS, PROMPT_TOKENS = 4, 48
 HIGHEST_PADDING_LOGIT = -50.0
@@ -109,12 +110,11 @@ def root_mean_square(values: torch.Tensor) -> float:
 
 
 def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
+    loaded: Any = LlamaForCausalLM.from_pretrained(
+        None,
+        config=LlamaConfig.from_pretrained(folder, local_files_only=True),
+        state_dict=load_small(folder)[1],
         dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=True,
         output_loading_info=True,
     )
     model, report = loaded

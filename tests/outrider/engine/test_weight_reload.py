@@ -113,6 +113,32 @@ def test_what_runs_afterwards_is_the_other_model(folders, config, options):
     assert weights_version(old) == check_weights(runner.running(), old).version
 
 
+def test_tokens_that_share_a_row_of_the_embedding(folders, tmp_path):
+    """A checkpoint that stores their row once loads, and reloads, as what transformers computes with every row."""
+    model = AutoModelForCausalLM.from_pretrained(folders(TIED, 2))
+    embedding = model.get_input_embeddings().weight
+    row_of = torch.arange(len(embedding)).clamp(max=40)
+    weights = {name: value.clone() for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    packed = Path(shutil.copytree(folders(TIED, 2), tmp_path / "packed"))
+    name = "model.embed_tokens.weight"
+    stored = {name: embedding[:41].contiguous(), f"{name}_rows": row_of.int()}
+    save_file(weights | stored, packed / SINGLE_FILE)
+    with torch.inference_mode():
+        embedding.copy_(embedding[row_of])
+        expected = model(torch.tensor([PROMPT])).logits[0, -1:]
+    runner = runner_of(folders(TIED, 1))
+    check_weights(runner.running(), packed)
+    runner.refill(packed)
+    for each in (runner_of(packed), runner):
+        torch.testing.assert_close(logits(each), expected, rtol=1e-4, atol=1e-4)
+    version = weights_version(packed)
+    save_file(weights | stored | {f"{name}_rows": row_of.flip(0).contiguous().int()}, packed / SINGLE_FILE)
+    assert weights_version(packed) != version
+    save_file(weights | stored | {f"{name}_rows": row_of.int() + 1}, packed / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=f"{name}_rows names row 41, and {name} has 41"):
+        check_weights(runner.running(), packed)
+
+
 def test_the_parts_of_several_ranks_are_refilled_each(folders):
     old, new = folders(LLAMA, 1), folders(LLAMA, 2)
     pair, fresh = runner_of(old, tensor_parallel_size=2), runner_of(new)

@@ -94,3 +94,47 @@ def test_weights_that_are_no_floats(tmp_path: Path) -> None:
     save_file({"first": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="first is I8; give the float or bfloat16 checkpoint"):
         SafetensorsSource(tmp_path).check({"first": (2,)})
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Callable[..., SafetensorsSource]:
+    """Saves a matrix whose equal rows are stored once."""
+
+    def save(rows: torch.Tensor, stored: torch.Tensor = TENSORS["first"]) -> SafetensorsSource:
+        save_file({"matrix": stored, "matrix_rows": rows}, tmp_path / "model.safetensors")
+        return SafetensorsSource(tmp_path)
+
+    return save
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_that_are_stored_once(shared: Callable[..., SafetensorsSource], dtype: torch.dtype) -> None:
+    row_of = torch.tensor([3, 0, 2, 2, 1, 2])
+    source, whole = shared(row_of.to(dtype)), TENSORS["first"][row_of]
+    source.check({"matrix": (6, 3)})
+    assert torch.equal(source.tensor("matrix"), whole)
+    assert torch.equal(source.rows("matrix", 1, 5), whole[1:5])
+    assert torch.equal(source.columns("matrix", 1, 3), whole[:, 1:3])
+    assert source.names == {"matrix"}
+    assert source.number_count == 12 + 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([0, 1, 2], r"matrix_rows is I32 of shape \[3\], \[4\] whole numbers needed after config.json"),
+        ([[0, 1, 2, 3]], r"matrix_rows is I32 of shape \[1, 4\], \[4\] whole numbers needed"),
+        ([0.0, 1.0, 2.0, 3.0], r"matrix_rows is F32 of shape \[4\], \[4\] whole numbers needed"),
+        ([0, 1, 4, 3], r"model.safetensors: matrix_rows names row 4, and matrix has 4"),
+        ([0, -1, 4, 3], "matrix_rows names row -1, and matrix has 4"),
+    ],
+)
+def test_rows_that_are_not_there(shared: Callable[..., SafetensorsSource], rows: list[int], message: str) -> None:
+    given = torch.tensor(rows)
+    with pytest.raises(CheckpointError, match=message):
+        shared(given if given.is_floating_point() else given.int()).check({"matrix": (4, 3)})
+
+
+def test_rows_of_another_width(shared: Callable[..., SafetensorsSource]) -> None:
+    with pytest.raises(CheckpointError, match=r"matrix has shape \[6, 3\], \[6, 5\] needed after config.json"):
+        shared(torch.zeros(6, dtype=torch.int32)).check({"matrix": (6, 5)})

@@ -113,6 +113,21 @@ def test_logits_are_equal_for_every_grouping(
     torch.testing.assert_close(logits(folder)[..., :96], logits(source), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_tokens_that_share_a_row(small: Callable[..., Path], tmp_path: Path, layer_by_layer: bool) -> None:
+    """The small checkpoint stores their row once, the large one has as many as any."""
+    source = small()
+    name = "model.embed_tokens.weight"
+    weights, row_of = tensors(source), torch.arange(96).clamp(max=30)
+    whole = Path(shutil.copytree(source, tmp_path / "whole"))
+    save_file(weights | {name: weights[name][row_of]}, whole / "model.safetensors", metadata={"format": "pt"})
+    stored = {name: weights[name][:31].contiguous(), f"{name}_rows": row_of.int()}
+    save_file(weights | stored, source / "model.safetensors")
+    folder = write(source, tmp_path / "wide", TINY)
+    check_checkpoint(folder, source, random_tokens(), layer_by_layer=layer_by_layer).raise_if_wrong()
+    torch.testing.assert_close(logits(folder)[..., :96], logits(whole), rtol=0, atol=1e-4)
+
+
 def test_places_of_heads() -> None:
     places = place_heads(replace(TINY, heads=6, kv_heads=2), replace(TINY, heads=10, kv_heads=5))
     assert places.query == (0, 1, 2, 4, 5, 6)
