@@ -2,15 +2,18 @@
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from llama import Llama, LlamaShape
-from safetensors.torch import load_file
 from tokenization import END_OF_TEXT_ID, save_tokenizer
 from tokenizers import Tokenizer
+from torch import Tensor
+
+from outrider.engine.weight_source import SafetensorsSource
 
 if TYPE_CHECKING:
     # Imported where it is used: a training run that reads weights alone begins ten seconds sooner.
@@ -63,33 +66,45 @@ def save_checkpoint(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     save_weights(model, folder, SpecialTokens(bos=END_OF_TEXT_ID, eos=END_OF_TEXT_ID, pad=END_OF_TEXT_ID))
 
 
-def save_weights(model: Llama, folder: Path, special: SpecialTokens) -> None:
+def save_weights(model: Llama, folder: Path, special: SpecialTokens, *, row_of: Tensor | None = None) -> None:
     """Write a checkpoint's weights, in bfloat16, and its configuration; transformers has to compute the same logits.
+
+    Args:
+        model: to write.
+        folder: that is there.
+        special: tokens that the configuration names.
+        row_of: [V], row of the model's embedding that each of the V tokens has, where tokens share rows.
 
     Raises:
         ValueError: transformers' logits differ from this module's.
     """
-    from transformers import GenerationConfig, LlamaForCausalLM
+    from transformers import GenerationConfig
 
-    target: Any = LlamaForCausalLM(hugging_face_config(model.shape, special))
-    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    target.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
-    target = target.to(torch.bfloat16)
-    target.generation_config = GenerationConfig(
-        bos_token_id=special.bos, eos_token_id=special.eos, pad_token_id=special.pad
+    weights = {name: value.detach().cpu().bfloat16() for name, value in model.state_dict().items()}
+    shape = model.shape
+    if row_of is not None:
+        shape = replace(shape, vocab_size=len(row_of))
+        weights["model.embed_tokens.weight_rows"] = row_of.cpu().int()
+    save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
+    config = hugging_face_config(shape, special)
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    GenerationConfig(bos_token_id=special.bos, eos_token_id=special.eos, pad_token_id=special.pad).save_pretrained(
+        folder
     )
-    target.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors keeps its files to the user
-    check_checkpoint(folder, model.shape)
+    check_checkpoint(folder, shape)
 
 
 def check_checkpoint(folder: Path, shape: LlamaShape) -> None:
-    """Compares transformers' reading of the folder with this module's, in float32 on the CPU."""
-    from transformers import LlamaForCausalLM
+    """Compares transformers' logits with this module's, in float32 on the CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     ours = load_checkpoint(folder, shape, torch.device("cpu"))
-    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs: Any = LlamaForCausalLM.from_pretrained(
+        None, config=LlamaConfig.from_pretrained(folder), state_dict=_tensors(folder), dtype=torch.float32
+    )
     tokens = torch.randint(shape.vocab_size, (2, 96), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         difference = (ours(tokens) - theirs(tokens).logits).abs().max().item()
@@ -111,7 +126,12 @@ def shape_of_checkpoint(folder: Path) -> LlamaShape:
 def load_checkpoint(folder: Path, shape: LlamaShape, device: torch.device) -> Llama:
     """The folder's weights in the training module, widened to float32."""
     model = Llama(shape)
-    weights = {name: value.float() for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    weights = {name: value.float() for name, value in _tensors(folder).items()}
     weights.pop("lm_head.weight", None)
     model.load_state_dict(weights)
     return model.to(device)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    source = SafetensorsSource(folder)
+    return {name: source.tensor(name) for name in sorted(source.names)}

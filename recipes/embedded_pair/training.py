@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 # What stands for temperature 0: soft enough that a wrong choice still says how to become right.
 _GREEDY = 0.25
-_SAVE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,44 +191,27 @@ def _optimisers(model: Llama, config: TrainingConfig, share: float = 1.0) -> lis
     )
 
 
-def run_steps(
+def _train(
     losses_of: Callable[[Tensor, Tensor], dict[str, Tensor]],
     optimisers: list[torch.optim.Optimizer],
-    windows: Iterator[tuple[Tensor, Tensor]],
+    stream: Tensor,
     config: TrainingConfig,
-    *,
-    begin: int = 0,
-    deadline_s: float = math.inf,
-    save: Callable[[int], None] = lambda steps: None,
-) -> int:
-    """Train until all steps are done or time is over; return how many steps are done.
-
-    Args:
-        losses_of: losses of a batch by name; "loss" is what goes down.
-        optimisers: of `build_optimisers`.
-        windows: endless batches, the arguments of `losses_of`.
-        config: of the loop.
-        begin: steps that an earlier call has done.
-        deadline_s: on the clock of `time.perf_counter`.
-        save: called now and then, and at the end, with the number of steps done.
-
-    Raises:
-        FloatingPointError: the loss is not finite.
-    """
+) -> None:
     torch.set_float32_matmul_precision("high")
     logger.info("%s", config)
+    step_losses = torch.compile(losses_of, dynamic=False) if config.compile else losses_of
+    windows = token_windows(stream[: config.stream_tokens], config)
     tokens_per_step = config.batch_sequences * config.sequence_tokens
-    start, start_step = time.perf_counter(), begin
-    saved, done = start, begin
-    while done < config.steps and time.perf_counter() < deadline_s:
-        set_learning_rate(optimisers, done, config.steps, config.decay_share)
-        losses = losses_of(*next(windows))
+    start, start_step = time.perf_counter(), 0
+    for step in range(config.steps):
+        set_learning_rate(optimisers, step, config.steps, config.decay_share)
+        losses = step_losses(*next(windows))
         losses["loss"].backward()
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        done += 1
-        if done in (begin + 1, begin + 21) or done % max(1, config.steps // 15) == 0:
+        done = step + 1
+        if done in (1, 21) or done % max(1, config.steps // 15) == 0:
             values = {name: round(value.item(), 4) for name, value in losses.items()}
             if not math.isfinite(values["loss"]):
                 raise FloatingPointError(f"loss {values['loss']} at step {done}")
@@ -237,18 +219,3 @@ def run_steps(
             rate = (done - start_step) * tokens_per_step / max(1e-9, now - start) / 1e6
             logger.info("step %d of %d: %s, %.2f M tokens/s", done, config.steps, values, rate)
             start, start_step = now, done
-        if time.perf_counter() - saved > _SAVE_S:
-            save(done)
-            saved = time.perf_counter()
-    save(done)
-    return done
-
-
-def _train(
-    losses_of: Callable[[Tensor, Tensor], dict[str, Tensor]],
-    optimisers: list[torch.optim.Optimizer],
-    stream: Tensor,
-    config: TrainingConfig,
-) -> None:
-    step_losses = torch.compile(losses_of, dynamic=False) if config.compile else losses_of
-    run_steps(step_losses, optimisers, token_windows(stream[: config.stream_tokens], config), config)

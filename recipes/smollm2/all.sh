@@ -4,8 +4,7 @@
 #   sh recipes/smollm2/all.sh WORK [MINUTES]
 #
 # About twenty minutes, unless MINUTES says otherwise, and some more for what they are worth. With several GPUs all of
-# them write the text, and a draft of three times as many steps is trained beside head and block drafter, which have
-# twice the time. WORK gets everything: target (fetched unless it is there), text, draft, eagle/head, block/head, a
+# them write the text, and the draft is trained beside head and block drafter: it has three times as long, they twice. WORK gets everything: target (fetched unless it is there), text, draft, eagle/head, block/head, a
 # report.json of each, and acceptance.json. Text and draft go on where they have stopped.
 # PYTHON names another interpreter, and CUDA_VISIBLE_DEVICES picks GPUs.
 set -eu
@@ -67,12 +66,9 @@ write_text() {
     writers=
 }
 
-# train_draft MINUTES OPTION...
+# train_draft MINUTES
 train_draft() {
-    limit=$1
-    shift
-    unfinished "$python" "$recipes/smollm2/train.py" --work "$work" --stages train --minutes "$limit" "$@"
-    "$python" "$recipes/smollm2/train.py" --work "$work" --stages export report "$@"
+    "$python" "$recipes/smollm2/train.py" --work "$work" --stages train export report --train-minutes "$1"
 }
 
 # train_heads SHARE SHARE: of the time, for the head and for the block drafter
@@ -83,7 +79,7 @@ train_heads() {
 
 if [ "$gpus" -gt 1 ]; then
     write_text "$(minutes_of 0.15)"
-    on_gpu 0 train_draft "$(minutes_of 0.8)" --steps 10800 & draft=$!
+    on_gpu 0 train_draft "$(minutes_of 0.8)" & draft=$!
     (on_gpu 1 train_heads 0.46 0.32)
     wait $draft
 else

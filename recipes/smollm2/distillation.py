@@ -1,36 +1,206 @@
 """The draft model, and its distillation on the target's logits at the answers' tokens.
 
-Shapes: N sequences, T tokens, R rows (places whose next token is predicted), C hidden channels, V vocabulary.
+The target is fixed, so it reads the text once: what its output layer reads stays on the device, and a step multiplies
+that with the rows of the frequent tokens alone.
+
+Shapes: N sequences, T tokens, R rows (places whose next token is predicted), C hidden channels of the draft, H of the
+target, V vocabulary, B bins (frequent tokens, and last all others together).
 """
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from conversations import NO_ANSWER
 from llama import Llama
-from optimisation import build_optimisers
+from optimisation import build_optimisers, set_learning_rate
 from torch import Tensor
-from training import TrainingConfig, compute_dtype, judge_rows, row_temperatures, run_steps
+from training import TrainingConfig, compute_dtype, row_temperatures
+from vocabulary import EmbeddingRows, choose_rows
 
 logger = logging.getLogger(__name__)
 
 _STATE_FILE = "draft.pt"
-# Rows whose logits are in memory at a time: of 49,152 tokens some 400 MB a copy in bfloat16.
-_CHUNK_ROWS = 4096
+_SAVE_S = 60.0
+# Rows whose logits are in memory at a time: of 12,288 bins some 400 MB a copy in bfloat16.
+_CHUNK_ROWS = 16_384
+# Sequences that the target reads at a time: their logits are 1.6 GB of bfloat16.
+_TARGET_SEQUENCES = 16
+# What a step needs of a GPU's memory.
+_STEP_BYTES = 14 << 30
 _EMBEDDING_STD = 0.02  # that of fresh ones, which the learning rates are for
+# Of the schedule, which knows steps and not the clock.
+_PARTS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """Settings of the loop.
+
+    Attributes:
+        seconds: from its start to its end; learning rates follow the clock, and are zero then.
+        batch_sequences: of a step. 64 are twice what the pair's recipe takes: a step of so small a draft is otherwise
+            short beside the launches of its optimiser.
+        row_share: of all rows that are judged; about as many predict answers.
+        matrix_lr: highest learning rate of Muon.
+        other_lr: highest learning rate of AdamW.
+        weight_decay: of the matrices.
+        decay_share: of the time, in which learning rates fall.
+        seed: of fresh weights and of the batches.
+        compile: layers and judge run as compiled code.
+    """
+
+    seconds: float = 540.0
+    batch_sequences: int = 64
+    row_share: float = 0.6
+    matrix_lr: float = 0.02
+    other_lr: float = 0.004
+    weight_decay: float = 0.02
+    decay_share: float = 0.6
+    seed: int = 2
+    compile: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lessons:
+    """A text, and what the target says of the next tokens.
+
+    Attributes:
+        tokens: [N, T].
+        chosen_at: [N, T] hundredths, as `write_conversations` gives them.
+        hidden: [N, T - 1, H], what the target's output layer reads.
+        shared: [N, T - 1, 2] float32, logarithm of the sum of the rare tokens' exponentials: of their logits, and of
+            their logits divided by the row's temperature.
+    """
+
+    tokens: Tensor
+    chosen_at: Tensor
+    hidden: Tensor
+    shared: Tensor
+
+    def take(self, sequences: Tensor) -> "Lessons":
+        """Return some sequences, by their numbers [N']."""
+        return Lessons(
+            tokens=self.tokens[sequences].long(),
+            chosen_at=self.chosen_at[sequences].long(),
+            hidden=self.hidden[sequences],
+            shared=self.shared[sequences],
+        )
 
 
 @torch.no_grad()
-def start_embedding(draft: Llama, target: Llama) -> None:
+def prepare_lessons(
+    target: Llama, tokens: Tensor, chosen_at: Tensor, rows: EmbeddingRows, *, compiled: bool
+) -> Lessons:
+    """Have the target read a text; of a text whose rows have no room on the GPU only the beginning is taken.
+
+    Args:
+        target: fixed.
+        tokens: [N, T].
+        chosen_at: [N, T].
+        rows: of the draft.
+        compiled: by `torch.compile`.
+    """
+    dtype, device, length = compute_dtype(tokens.device), tokens.device, tokens.shape[1] - 1
+    width = target.shape.hidden_size
+    count = min(len(tokens), _room(device) // (length * (width * dtype.itemsize + 2 * torch.float32.itemsize)))
+    if count < len(tokens):
+        logger.warning("%d of %d conversations have room on the device", count, len(tokens))
+    tokens, chosen_at = tokens[:count], chosen_at[:count]
+    hidden = torch.empty((count, length, width), dtype=dtype, device=device)
+    shared = torch.empty((count, length, 2), device=device)
+    output, is_rare = target.model.embed_tokens.weight.to(dtype), rows.row_of == rows.row_of.max()
+    summed = torch.compile(sums_at_temperatures, dynamic=False) if compiled else sums_at_temperatures
+    if compiled:
+        target.compile_layers()
+    size = min(_TARGET_SEQUENCES, count)
+    for begin in range(0, count, size):
+        # The last ones overlap those before: what is compiled is so for one size.
+        first = min(begin, count - size)
+        own = slice(first, first + size)
+        hidden[own] = target.hidden(tokens[own, :-1].long(), dtype)
+        # Of all tokens: a product whose rows end at multiples of eight takes half the time.
+        logits = hidden[own].flatten(0, 1) @ output.mT
+        shared[own] = summed(logits, is_rare, _temperatures(chosen_at[own])).unflatten(0, (size, -1))
+    return Lessons(tokens=tokens, chosen_at=chosen_at, hidden=hidden, shared=shared)
+
+
+def _room(device: torch.device) -> int:
+    """Bytes for what the target has read."""
+    if device.type != "cuda":
+        return 1 << 62
+    return torch.cuda.mem_get_info(device)[0] - _STEP_BYTES
+
+
+def _temperatures(chosen_at: Tensor) -> Tensor:
+    """Temperatures [N * (T - 1), 1] at which rows of sequences [N, T] are judged: 1 where they predict no answer."""
+    at = chosen_at[:, 1:]
+    return row_temperatures(torch.where(at == NO_ANSWER, 100, at))
+
+
+def sums_at_temperatures(logits: Tensor, is_rare: Tensor, temperature: Tensor) -> Tensor:
+    """Return logsumexp of the rare tokens' logits at temperature 1 and at `temperature`, [R, 2] float32.
+
+    Args:
+        logits: [R, V].
+        is_rare: [V] bool.
+        temperature: [R, 1], above 0.
+    """
+    logits = torch.where(is_rare, logits.float(), -torch.inf)
+    return torch.stack((logits.logsumexp(-1), (logits / temperature).logsumexp(-1)), -1)
+
+
+def judge_bins(
+    drafted: Tensor, wanted: Tensor, shared: Tensor, temperature: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How far rows of a draft whose rare tokens share a logit are from the target's, and which way is better.
+
+    The divergence of the bins and that of the V tokens differ by what no draft of this kind can change, and so have
+    one gradient. The variation counts no rare token as overlap: the draft spreads its mass over tens of thousands of
+    them, and hits the target's with next to none of it.
+
+    Args:
+        drafted: [R, B] of the draft; last the logit of each rare token.
+        wanted: [R, B] of the target; the last is not read.
+        shared: [R, 2] of the target's rare tokens, as `Lessons` has them.
+        temperature: [R, 1], above 0.
+        bias: [B], of `EmbeddingRows`. A temperature divides each token's logit, so that the bias is added afterwards.
+
+    Returns:
+        [R] KL divergence of the distributions in nats, [R] their total variation at the temperatures, and the gradient
+        of the sum of both by `drafted`, [R, B] in its dtype.
+    """
+    is_shared = bias > 0
+    z, t = drafted.float(), wanted.float()
+    log_q = (z + bias).log_softmax(-1)
+    log_p = torch.where(is_shared, shared[:, :1], t).log_softmax(-1)
+    p = log_p.exp()
+    divergence = (p * (log_p - log_q)).sum(-1)
+    q_there = (z / temperature + bias).softmax(-1)
+    p_there = torch.where(is_shared, shared[:, 1:], t / temperature).softmax(-1)
+    surplus = q_there - torch.where(is_shared, 0.0, p_there)
+    sign = 0.5 * torch.sign(surplus)
+    variation = (sign * surplus + torch.where(is_shared, 0.5 * p_there, 0.0)).sum(-1)
+    centred = sign - (q_there * sign).sum(-1, keepdim=True)
+    gradient = log_q.exp() - p + q_there * centred / temperature
+    return divergence, variation, gradient.to(drafted.dtype)
+
+
+@torch.no_grad()
+def start_embedding(draft: Llama, target: Llama, rows: EmbeddingRows) -> None:
     """Begin with the draft's embedding as the principal components of the target's: it knows which tokens are alike."""
     table = target.model.embed_tokens.weight.float()
     table = table - table.mean(0)
     _, vectors = torch.linalg.eigh(table.mT @ table)
     principal = table @ vectors[:, -draft.shape.hidden_size :]
-    draft.model.embed_tokens.weight.copy_(principal * (_EMBEDDING_STD / principal.std()))
+    principal = principal * (_EMBEDDING_STD / principal.std())
+    own, rare = principal[rows.frequent], principal[rows.sharing].mean(0, keepdim=True)
+    draft.model.embed_tokens.weight.copy_(torch.cat((own, rare)))
 
 
 def answer_rows(chosen_at: Tensor, count: int) -> Tensor:
@@ -47,58 +217,119 @@ def answer_rows(chosen_at: Tensor, count: int) -> Tensor:
 
 
 def distillation_loss(
-    draft: Llama, target: Llama, tokens: Tensor, chosen_at: Tensor, *, row_share: float, judge: Callable[..., Any]
+    draft: Llama,
+    output: Tensor,
+    lessons: Lessons,
+    rows: EmbeddingRows,
+    bias: Tensor,
+    *,
+    row_share: float,
+    judge: Callable[..., Any],
 ) -> dict[str, Tensor]:
     """Return mean KL divergence and mean total variation over answers' rows, and as "loss" their sum, with gradient.
 
     Args:
         draft: learns.
-        target: fixed.
-        tokens: [N, T].
-        chosen_at: [N, T] hundredths, as `write_conversations` gives them.
+        output: [B, H] of `output_rows`.
+        lessons: of the step.
+        rows: of the draft.
+        bias: of `rows`.
         row_share: of all rows that are judged.
-        judge: `judge_rows`, perhaps compiled.
+        judge: `judge_bins`, perhaps compiled.
     """
-    dtype = compute_dtype(tokens.device)
+    tokens, dtype = lessons.tokens, output.dtype
     count = max(1, int(row_share * tokens[:, 1:].numel()))
     # Of one size, for which the judge is compiled once.
     size = count // -(-count // _CHUNK_ROWS)
-    rows = answer_rows(chosen_at, count - count % size)
-    at = chosen_at[:, 1:].flatten()[rows]
-    temperature = row_temperatures(torch.where(at == NO_ANSWER, 100, at))
+    places = answer_rows(lessons.chosen_at, count - count % size)
+    temperature, shared = (
+        each[places] for each in (_temperatures(lessons.chosen_at), lessons.shared.flatten(0, 1))
+    )  # fmt: skip
+    wanted = lessons.hidden.flatten(0, 1)[places]
+    # Unlike indexing, whose backward pass sorts.
+    drafted = draft.hidden(rows.row_of[tokens[:, :-1]], dtype).flatten(0, 1).index_select(0, places)
     with torch.no_grad():
-        wanted = target.hidden(tokens[:, :-1], dtype).flatten(0, 1)[rows]
-    drafted = draft.hidden(tokens[:, :-1], dtype).flatten(0, 1)[rows]
-    with torch.no_grad():
-        output, reads = (model.model.embed_tokens.weight.to(dtype) for model in (target, draft))
+        reads = draft.model.embed_tokens.weight.to(dtype)
         towards, of_output = torch.empty_like(drafted), torch.zeros(reads.shape, device=reads.device)
         kl = variation = torch.zeros((), device=tokens.device)
         # By hand, in chunks: logits of all rows at once, kept for a backward pass, would take most of a GPU's memory.
-        for begin in range(0, len(rows), size):
+        for begin in range(0, len(places), size):
             chunk = slice(begin, begin + size)
             own_kl, own_variation, gradient = judge(
-                drafted[chunk] @ reads.mT, wanted[chunk] @ output.mT, temperature[chunk]
+                drafted[chunk] @ reads.mT, wanted[chunk] @ output.mT, shared[chunk], temperature[chunk], bias
             )
             kl, variation = kl + own_kl.sum(), variation + own_variation.sum()
             towards[chunk] = gradient @ reads
             of_output += gradient.mT @ drafted[chunk]
-        kl, variation = kl / len(rows), variation / len(rows)
+        kl, variation = kl / len(places), variation / len(places)
     # A number whose gradients are those that have just been made.
     made = (drafted * towards).float().sum() + (draft.model.embed_tokens.weight * of_output).sum()
-    loss = made / len(rows)
+    loss = made / len(places)
     return {"loss": loss + (kl + variation - loss.detach()), "kl": kl, "variation": variation}
+
+
+def output_rows(target: Llama, rows: EmbeddingRows, dtype: torch.dtype) -> Tensor:
+    """Return the target's output layer for the frequent tokens, and zeros for the others, [B, H]."""
+    own = target.model.embed_tokens.weight.detach()[rows.frequent].to(dtype)
+    return torch.cat((own, torch.zeros_like(own[:1])))
+
+
+def drawn_sequences(tokens: Tensor, config: DistillationConfig | TrainingConfig, *, begin: int) -> Iterator[Tensor]:
+    """Endless batches of the numbers of sequences [N, T]; a loop that goes on at step `begin` draws other ones."""
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + begin)
+    while True:
+        order = torch.randperm(len(tokens), generator=generator).to(tokens.device)
+        for first in range(0, len(order) - config.batch_sequences + 1, config.batch_sequences):
+            yield order[first : first + config.batch_sequences]
 
 
 def batches(
     tokens: Tensor, chosen_at: Tensor, config: TrainingConfig, *, begin: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of whole conversations [N, T]; a loop that goes on at step `begin` draws other ones."""
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + begin)
-    while True:
-        order = torch.randperm(len(tokens), generator=generator).to(tokens.device)
-        for first in range(0, len(order) - config.batch_sequences + 1, config.batch_sequences):
-            own = order[first : first + config.batch_sequences]
-            yield tokens[own].long(), chosen_at[own].long()
+    """Endless batches of whole conversations [N, T], for a drafter that has the target read each of them."""
+    for own in drawn_sequences(tokens, config, begin=begin):
+        yield tokens[own].long(), chosen_at[own].long()
+
+
+@dataclass(kw_only=True, eq=False)
+class LoopState:
+    """What a loop goes on with.
+
+    Attributes:
+        draft: that learns.
+        rows: of its embedding.
+        optimisers: of `build_optimisers`.
+        steps: that are done.
+        progress: share of the time that is over.
+    """
+
+    draft: Llama
+    rows: EmbeddingRows
+    optimisers: list[torch.optim.Optimizer]
+    steps: int = 0
+    progress: float = 0.0
+
+    def save(self, file: Path) -> None:
+        """Write the state, all or nothing."""
+        unfinished = file.with_suffix(".unfinished")
+        held = {
+            "steps": self.steps,
+            "progress": self.progress,
+            "row_of": self.rows.row_of,
+            "draft": self.draft.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+        }
+        torch.save(held, unfinished)
+        unfinished.rename(file)
+
+    def restore(self, file: Path) -> None:
+        """Read what `save` has written."""
+        held = torch.load(file, map_location=self.rows.row_of.device, weights_only=True)
+        self.steps, self.progress, self.rows = held["steps"], held["progress"], EmbeddingRows(held["row_of"])
+        self.draft.load_state_dict(held["draft"])
+        for optimiser, state in zip(self.optimisers, held["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
+        logger.info("going on after %d steps, %.0f %% of the time", self.steps, 100 * self.progress)
 
 
 def distil(
@@ -106,65 +337,107 @@ def distil(
     target: Llama,
     tokens: Tensor,
     chosen_at: Tensor,
-    config: TrainingConfig,
+    config: DistillationConfig,
     *,
-    row_share: float,
+    always: Sequence[int],
     work: Path,
     deadline_s: float,
 ) -> bool:
-    """Train the draft on conversations, going on where an earlier call has stopped; return whether all steps are done.
+    """Train the draft on conversations, going on where an earlier call has stopped; return whether it is done.
 
     Args:
-        draft: changed.
+        draft: changed; its vocabulary are the rows of its embedding.
         target: fixed.
         tokens: [N, T].
         chosen_at: [N, T].
         config: of the loop.
-        row_share: of all rows that are judged.
+        always: tokens that have a row of their own.
         work: folder that keeps the state of the loop.
-        deadline_s: on the clock of `time.perf_counter`.
+        deadline_s: on the clock of `time.perf_counter`; after it no step begins but the call's first.
 
     Raises:
         ValueError: there are fewer conversations than one batch has.
+        FloatingPointError: the loss is not finite.
     """
-    if len(tokens) < config.batch_sequences:
-        raise ValueError(f"{len(tokens)} conversations, at least {config.batch_sequences} needed for one batch")
+    begin_s, file = time.perf_counter(), work / _STATE_FILE
+    torch.set_float32_matmul_precision("high")
+    rows = choose_rows(tokens, vocab_size=target.shape.vocab_size, rows=draft.shape.vocab_size, always=always)
+    start_embedding(draft, target, rows)
     optimisers = build_optimisers(
         draft, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay
     )
-    begin, file = 0, work / _STATE_FILE
+    state = LoopState(draft=draft, rows=rows, optimisers=optimisers)
     if file.exists():
-        state = torch.load(file, map_location=tokens.device, weights_only=True)
-        begin = state["steps"]
-        draft.load_state_dict(state["draft"])
-        for optimiser, held in zip(optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(held)
-        logger.info("going on after %d steps", begin)
-    else:
-        start_embedding(draft, target)
+        state.restore(file)
+        if state.progress >= 1:
+            return True
+    covered = (state.rows.bias[state.rows.row_of[tokens.long()]] == 0).float().mean().item()
+    logger.info("%.2f %% of the text are tokens with a row of their own", 100 * covered)
+    lessons = prepare_lessons(target, tokens, chosen_at, state.rows, compiled=config.compile)
+    if len(lessons.tokens) < config.batch_sequences:
+        raise ValueError(f"{len(lessons.tokens)} conversations, at least {config.batch_sequences} needed for one batch")
+    logger.info("the target has read the text after %.0f s", time.perf_counter() - begin_s)
+    output = output_rows(target, state.rows, compute_dtype(tokens.device))
+    # Time that an earlier call has used is over; what this one has used by now is not given back.
+    end_s = begin_s + (1 - state.progress) * config.seconds
+    _run_loop(state, lessons, output, config, end_s=end_s, deadline_s=deadline_s, file=file)
+    state.save(file)
+    return state.progress >= 1
+
+
+def _run_loop(
+    state: LoopState,
+    lessons: Lessons,
+    output: Tensor,
+    config: DistillationConfig,
+    *,
+    end_s: float,
+    deadline_s: float,
+    file: Path,
+) -> None:
+    """Train until `end_s`, when progress is 1 and learning rates are zero, or until `deadline_s`."""
     # What is compiled is small and used often: the judge makes one pass over logits of what would be a dozen, and all
     # layers of a model share their code.
-    judge = torch.compile(judge_rows, dynamic=False) if config.compile else judge_rows
+    judge = torch.compile(judge_bins, dynamic=False) if config.compile else judge_bins
     if config.compile:
-        draft.compile_layers()
-        target.compile_layers()
+        state.draft.compile_layers()
+    bias, begin_at, first_step = state.rows.bias, state.progress, state.steps
+    loop_s = shown_s = saved_s = time.perf_counter()
+    shown_step = first_step
+    for drawn in drawn_sequences(lessons.tokens, config, begin=first_step):
+        is_first = state.steps == first_step
+        if state.progress >= 1 or (not is_first and time.perf_counter() >= deadline_s):
+            return
+        set_learning_rate(state.optimisers, int(_PARTS * state.progress), _PARTS, config.decay_share)
+        batch = lessons.take(drawn)
+        losses = distillation_loss(
+            state.draft, output, batch, state.rows, bias, row_share=config.row_share, judge=judge
+        )
+        losses["loss"].backward()
+        for optimiser in state.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        state.steps += 1
+        if is_first or time.perf_counter() - shown_s > config.seconds / 30:
+            values = {name: round(value.item(), 4) for name, value in losses.items()}
+            if not math.isfinite(values["loss"]):
+                raise FloatingPointError(f"loss {values['loss']} at step {state.steps}")
+            now = time.perf_counter()
+            rate = (state.steps - shown_step) * batch.tokens.numel() / max(1e-9, now - shown_s) / 1e6
+            logger.info("step %d, %.0f %%: %s, %.2f M tokens/s", state.steps, 100 * state.progress, values, rate)
+            shown_s, shown_step = now, state.steps
+        now = time.perf_counter()
+        if is_first:
+            # The first step compiles: the warm-up that follows it would be over by then.
+            loop_s = now
+        state.progress = min(1.0, begin_at + (1 - begin_at) * (now - loop_s) / max(1e-9, end_s - loop_s))
+        if now - saved_s > _SAVE_S:
+            state.save(file)
+            saved_s = now
 
-    def losses(tokens: Tensor, chosen_at: Tensor) -> dict[str, Tensor]:
-        return distillation_loss(draft, target, tokens, chosen_at, row_share=row_share, judge=judge)
 
-    def save(steps: int) -> None:
-        unfinished = file.with_suffix(".unfinished")
-        states = [optimiser.state_dict() for optimiser in optimisers]
-        torch.save({"steps": steps, "draft": draft.state_dict(), "optimisers": states}, unfinished)
-        unfinished.rename(file)
-
-    windows = batches(tokens, chosen_at, config, begin=begin)
-    done = run_steps(losses, optimisers, windows, config, begin=begin, deadline_s=deadline_s, save=save)
-    return done == config.steps
-
-
-def trained_draft(draft: Llama, work: Path, device: torch.device) -> Llama:
-    """Return the draft with the weights of the last state saved.
+def trained_draft(draft: Llama, work: Path, device: torch.device) -> tuple[Llama, EmbeddingRows]:
+    """Return the draft with the weights of the last state saved, and its rows.
 
     Raises:
         FileNotFoundError: there is none.
@@ -172,7 +445,7 @@ def trained_draft(draft: Llama, work: Path, device: torch.device) -> Llama:
     state = torch.load(work / _STATE_FILE, map_location=device, weights_only=True)
     draft.load_state_dict(state["draft"])
     logger.info("draft after %d steps", state["steps"])
-    return draft
+    return draft, EmbeddingRows(state["row_of"])
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@
 
 The stages can run one by one (`--stages text train export report`), and each goes on where it has stopped: with
 `--minutes M` the command ends in time, with exit status 75 while something is left to do, and the same command goes on
-with it. Stages text and train want a GPU.
+with it. Training takes `--train-minutes` in all, from when the target begins to read the text, and its learning rates
+are zero at the end of that time, however many steps were taken. Stages text and train want a GPU.
 """
 
 import argparse
@@ -19,16 +20,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[1:1] = [str(ROOT / "recipes" / "embedded_pair")]
 
 from chat import read_chat_prompts  # noqa: E402 the pair's recipe must be found first
 from conversations import ConversationConfig, read_shards, write_shards  # noqa: E402
-from distillation import distil, measure_overlap, trained_draft  # noqa: E402
+from distillation import DistillationConfig, distil, measure_overlap, trained_draft  # noqa: E402
 from export import SpecialTokens, load_checkpoint, save_weights, shape_of_checkpoint  # noqa: E402
 from llama import Llama, LlamaShape  # noqa: E402
-from training import TrainingConfig, compute_dtype, new_model  # noqa: E402
+from training import compute_dtype, new_model  # noqa: E402
 
 logger = logging.getLogger("train")
 
@@ -43,37 +45,44 @@ class Recipe:
     """Everything that determines the draft, apart from the target.
 
     Attributes:
-        draft: its layers; vocabulary and positions are the target's.
+        draft: its layers; its vocabulary are the rows of its embedding, and positions are the target's.
         conversations: what it is trained on.
-        text_tokens: of them.
-        training: the loop.
-        row_share: of all rows that are judged; about as many predict answers.
+        distillation: the loop.
+        text_tokens: of the conversations.
         held_out: conversations that are not trained on.
     """
 
     draft: LlamaShape
     conversations: ConversationConfig
-    training: TrainingConfig
+    distillation: DistillationConfig
     text_tokens: int = 40_000_000
-    row_share: float = 0.6
     held_out: int = 64
 
 
 FULL = Recipe(
-    # 9.6 M parameters, 19.2 MB: width 160 is the most that 49,152 tied rows leave below 20 MB, and what remains makes
-    # four layers rather than two wider ones, since depth is what agreement needs and a layer costs a step some 10 us.
+    # 9.8 M parameters, 19.9 MB with the row of each token. 12,288 rows make width 384 affordable, where 49,152 leave
+    # 160: half of the parameters are layers then. Four layers of narrow MLPs rather than three of wide ones, since
+    # depth is what agreement needs and a layer costs a step some 10 us.
     draft=LlamaShape(
-        hidden_size=160, intermediate_size=640, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, vocab_size=49_152, max_position_embeddings=8192,
+        hidden_size=384, intermediate_size=768, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=64, vocab_size=12_288, max_position_embeddings=8192,
     ),
     conversations=ConversationConfig(),
-    training=TrainingConfig(steps=3600, batch_sequences=32, sequence_tokens=1024, seed=2),
+    distillation=DistillationConfig(),
 )  # fmt: skip
 TINY = replace(
     FULL,
-    draft=replace(FULL.draft, hidden_size=32, intermediate_size=48, num_hidden_layers=1, head_dim=16),
+    draft=replace(
+        FULL.draft,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        head_dim=16,
+        vocab_size=128,
+    ),
     conversations=ConversationConfig(sequences=8, tokens=64),
-    training=TrainingConfig(steps=6, batch_sequences=2, sequence_tokens=64, compile=False),
+    distillation=DistillationConfig(seconds=3.0, batch_sequences=2, compile=False),
     text_tokens=1024,
     held_out=2,
 )
@@ -104,9 +113,9 @@ class Workplace:
 
     def new_draft(self, recipe: Recipe) -> Llama:
         """Return a fresh draft for the target."""
-        shape = shape_of_checkpoint(self.target)
-        own = replace(recipe.draft, vocab_size=shape.vocab_size, max_position_embeddings=shape.max_position_embeddings)
-        return new_model(own, self.device, recipe.training.seed)
+        positions = shape_of_checkpoint(self.target).max_position_embeddings
+        own = replace(recipe.draft, max_position_embeddings=positions)
+        return new_model(own, self.device, recipe.distillation.seed)
 
 
 def write_text(recipe: Recipe, place: Workplace) -> bool:
@@ -129,6 +138,7 @@ def write_text(recipe: Recipe, place: Workplace) -> bool:
 
 def train(recipe: Recipe, place: Workplace) -> bool:
     """Distil the target into the draft."""
+    tokenizer = Tokenizer.from_file(str(place.target / "tokenizer.json"))
     tokens, chosen_at = read_shards(place.work / "text", place.device)
     logger.info("%d conversations of %d tokens", *tokens.shape)
     return distil(
@@ -136,8 +146,8 @@ def train(recipe: Recipe, place: Workplace) -> bool:
         place.load_target(),
         tokens[recipe.held_out :],
         chosen_at[recipe.held_out :],
-        recipe.training,
-        row_share=recipe.row_share,
+        recipe.distillation,
+        always=sorted(tokenizer.get_added_tokens_decoder()),
         work=place.work,
         deadline_s=place.deadline_s,
     )
@@ -154,7 +164,8 @@ def export(recipe: Recipe, place: Workplace) -> bool:
         shutil.copyfile(place.target / name, folder / name)
     ends = GenerationConfig.from_pretrained(place.target)
     special = SpecialTokens(bos=ends.bos_token_id, eos=ends.eos_token_id, pad=ends.pad_token_id)
-    save_weights(trained_draft(place.new_draft(recipe), place.work, place.device), folder, special)
+    draft, rows = trained_draft(place.new_draft(recipe), place.work, place.device)
+    save_weights(draft, folder, special, row_of=rows.row_of)
     logger.info("%.1f MB of weights", sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6)
     return True
 
@@ -188,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", type=int, nargs=2, metavar=("I", "N"), default=(0, 1),
                         help="of the text: every Nth round from the Ith on, for a machine with N GPUs")  # fmt: skip
     parser.add_argument("--sequences", type=int, help="that it writes at a time: memory of its keys and values")
-    parser.add_argument("--steps", type=int, help="of the distillation; learning rates fall towards the last one")
+    parser.add_argument("--train-minutes", type=float, help="of the distillation; learning rates are zero at its end")
     parser.add_argument("--batch", type=int, help="conversations of a step")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a few steps of each stage, to try the recipe itself")
@@ -213,15 +224,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _recipe(options: argparse.Namespace) -> Recipe:
     """The full or the tiny recipe with what the options change."""
     recipe = TINY if options.tiny else FULL
-    training, conversations = recipe.training, recipe.conversations
+    distillation, conversations = recipe.distillation, recipe.conversations
     return replace(
         recipe,
         text_tokens=options.text_tokens or recipe.text_tokens,
-        training=replace(
-            training,
-            steps=options.steps or training.steps,
-            batch_sequences=options.batch or training.batch_sequences,
-            compile=training.compile and not options.no_compile,
+        distillation=replace(
+            distillation,
+            seconds=60 * options.train_minutes if options.train_minutes else distillation.seconds,
+            batch_sequences=options.batch or distillation.batch_sequences,
+            compile=distillation.compile and not options.no_compile,
         ),
         conversations=replace(conversations, sequences=options.sequences or conversations.sequences),
     )

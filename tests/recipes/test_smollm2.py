@@ -13,7 +13,9 @@ import torch
 from tests.chat_llama import END, START, write_chat_llama
 from tests.outrider.engine.random_eagle import write_random_eagle
 from tests.recipes.importing import import_train
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from outrider.models.widen import load_small
 
 
 @pytest.fixture
@@ -109,22 +111,126 @@ def test_shards_go_on_and_leave_prompts_out(recipe: Any, target: Path, tmp_path:
     assert torch.equal(after[0], before[0][[0, 1, 2, 3, 8, 9, 10, 11]])  # all begin as the dropped one does
 
 
+def test_frequent_tokens_have_rows_of_their_own(recipe: Any) -> None:
+    vocabulary = importlib.import_module("vocabulary")
+    text = torch.tensor([[7, 7, 7, 2, 2, 5], [5, 5, 9, 2, 7, 1]], dtype=torch.int32)
+    rows = vocabulary.choose_rows(text, vocab_size=10, rows=5, always=[8])
+    assert rows.row_of.tolist() == [4, 4, 0, 4, 4, 1, 4, 2, 3, 4]
+    assert rows.frequent.tolist() == [2, 5, 7, 8]
+    assert rows.sharing.tolist() == [0, 1, 3, 4, 6, 9]
+    torch.testing.assert_close(rows.bias.exp(), torch.tensor([1.0, 1, 1, 1, 6]))
+    for count in (1, 10):
+        with pytest.raises(ValueError, match="more than 1 and fewer than 10 needed"):
+            vocabulary.choose_rows(text, vocab_size=10, rows=count, always=[8])
+
+
+def test_bins_are_judged_as_the_tokens_are(recipe: Any) -> None:
+    """KL divergence has the gradient that it has over all tokens; total variation is that of tokens without overlap of
+    the rare ones, so it is larger by their overlap.
+    """
+    distillation, vocabulary = importlib.import_module("distillation"), importlib.import_module("vocabulary")
+    torch.manual_seed(0)
+    rows = vocabulary.choose_rows(torch.arange(5, 60), vocab_size=100, rows=41, always=[0, 99])
+    temperature = torch.tensor([1.0, 0.25, 0.7, 0.25, 1.0, 0.4])[:, None]
+    drafted = (2 * torch.randn(6, 41).double()).requires_grad_()
+    target = 2 * torch.randn(6, 100).double()
+    is_rare = rows.row_of == 40
+    shared = torch.stack([(target[:, is_rare] / at).logsumexp(-1) for at in (1, temperature)], -1).float()
+    torch.testing.assert_close(distillation.sums_at_temperatures(target, is_rare, temperature), shared)
+    wanted = torch.cat((target[:, rows.frequent], torch.full((6, 1), 7.0)), 1)
+    kl, variation, gradient = distillation.judge_bins(drafted.detach(), wanted, shared, temperature, rows.bias)
+
+    tokens = drafted[:, rows.row_of]
+    log_p, log_q = target.log_softmax(-1), tokens.log_softmax(-1)
+    p = log_p.exp()
+    whole = (p * (log_p - log_q)).sum(-1)
+    rare = p[:, is_rare]
+    within = (rare * (rare / rare.sum(-1, keepdim=True) * is_rare.sum()).log()).sum(-1)
+    torch.testing.assert_close(kl.double(), whole - within, rtol=1e-4, atol=1e-5)
+    p_there, q_there = ((each / temperature).softmax(-1) for each in (target, tokens))
+    missed = torch.minimum(p_there, q_there)[:, is_rare].sum(-1)
+    expected = 0.5 * (p_there - q_there).abs().sum(-1) + missed
+    torch.testing.assert_close(variation.double(), expected, rtol=1e-4, atol=1e-5)
+    assert missed.max() > 0.01
+    (whole + expected).sum().backward()
+    torch.testing.assert_close(gradient, drafted.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_the_gradient_of_distillation_is_autograd_s(recipe: Any, target: Path) -> None:
+    """Over batches of sequences that the target has read before, it is that of the model with all tokens' rows."""
     distillation, training = importlib.import_module("distillation"), importlib.import_module("training")
+    vocabulary = importlib.import_module("vocabulary")
     model = load(recipe, target).requires_grad_(False)
-    shape = recipe.replace(recipe.TINY.draft, vocab_size=model.shape.vocab_size)
-    draft = training.new_model(shape, torch.device("cpu"), 1)
+    torch.manual_seed(0)
+    draft = training.new_model(recipe.TINY.draft, torch.device("cpu"), 1)
     for parameter in draft.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    tokens = torch.randint(model.shape.vocab_size, (3, 12))
-    kl, variation = training.divergences(model(tokens[:, :-1]), draft(tokens[:, :-1]))
+    tokens = torch.randint(model.shape.vocab_size, (19, 12), dtype=torch.int32)
+    at = torch.tensor([100, 50, 255])[torch.randint(3, (19, 12))].to(torch.uint8)
+    rows = vocabulary.choose_rows(tokens, vocab_size=model.shape.vocab_size, rows=128, always=[0, 1])
+    lessons = distillation.prepare_lessons(model, tokens, at, rows, compiled=False)
+    own = torch.tensor([17, 0, 18, 5])
+    losses = distillation.distillation_loss(
+        draft, distillation.output_rows(model, rows, torch.float32), lessons.take(own), rows, rows.bias, row_share=1.0,
+        judge=distillation.judge_bins,
+    )  # fmt: skip
+
+    is_rare = rows.row_of == 127
+    wanted = model(tokens[own, :-1].long()).flatten(0, 1)
+    drafted = draft(rows.row_of[tokens[own, :-1].long()]).flatten(0, 1)[:, rows.row_of]
+    at_rows = at[own, 1:].flatten()[:, None]
+    temperature = torch.where(at_rows == 50, 0.5, 1.0)
+    log_p, log_q = wanted.log_softmax(-1), drafted.log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    overlap = torch.minimum((wanted / temperature).softmax(-1), (drafted / temperature).softmax(-1))
+    variation = 1 - overlap[:, ~is_rare].sum(-1).mean()
+    torch.testing.assert_close(losses["variation"], variation)
+    assert 0 < losses["kl"] < kl
     expected = torch.autograd.grad(kl + variation, list(draft.parameters()))
-    at = torch.full_like(tokens, 100)
-    losses = distillation.distillation_loss(draft, model, tokens, at, row_share=1.0, judge=training.judge_rows)
-    torch.testing.assert_close(losses["loss"], kl + variation)
     found = torch.autograd.grad(losses["loss"], list(draft.parameters()))
-    for own, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-6)
+    for own_gradient, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own_gradient, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Steps on matrices so small wait for each other's threads longer than they take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_draft_learns_and_its_learning_rate_ends_at_zero(recipe: Any, target: Path, tmp_path: Path) -> None:
+    distillation, training = importlib.import_module("distillation"), importlib.import_module("training")
+    model = load(recipe, target).requires_grad_(False)
+    tokens = torch.randint(60, (16, 24), dtype=torch.int32)
+    at = torch.full((16, 24), 100, dtype=torch.uint8)
+
+    def distil(seconds: float, deadline_s: float = float("inf")) -> Any:
+        draft = training.new_model(recipe.TINY.draft, torch.device("cpu"), 1)
+        config = distillation.DistillationConfig(seconds=seconds, batch_sequences=4, compile=False)
+        done = distillation.distil(
+            draft, model, tokens, at, config, always=[0, 1], work=tmp_path, deadline_s=deadline_s
+        )
+        state = torch.load(tmp_path / "draft.pt", weights_only=True)
+        weights = draft.state_dict()
+        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][state["row_of"]]
+        whole = type(draft)(recipe.replace(draft.shape, vocab_size=model.shape.vocab_size))
+        whole.load_state_dict(weights)
+        return done, state, distillation.measure_overlap(whole, model, tokens, at)["overlap"]
+
+    # Each call takes at least one step, however late it is.
+    done, state, begun = distil(1000.0, float("-inf"))
+    assert (done, state["steps"]) == (False, 1)
+    assert state["progress"] < 0.5
+    done, state, ended = distil(2.0)
+    assert (done, state["progress"]) == (True, 1.0)
+    assert all(group["lr"] < 0.2 * group["peak_lr"] for each in state["optimisers"] for group in each["param_groups"])
+    assert ended > begun + 0.05
+    done, again, _ = distil(2.0)
+    assert (done, again["steps"]) == (True, state["steps"])
 
 
 def test_rows_of_answers_come_first(recipe: Any) -> None:
@@ -137,19 +243,23 @@ def test_rows_of_answers_come_first(recipe: Any) -> None:
 
 @pytest.mark.slow
 def test_the_whole_recipe_in_little(recipe: Any, target: Path, tmp_path: Path) -> None:
-    """It stops in time, goes on, and ends with a draft that transformers loads and whose worth is measured."""
+    """It stops in time, goes on, and ends with a draft that is served and widened, and whose worth is measured."""
     command = ["--tiny", "--work", str(tmp_path), "--target", str(target), "--device", "cpu"]
     assert recipe.main([*command, "--stages", "text"]) == 0
-    assert recipe.main([*command, "--stages", "train", "--steps", "1000000", "--minutes", "0.05"]) == 75
+    assert recipe.main([*command, "--stages", "train", "--train-minutes", "100", "--minutes", "0.05"]) == 75
+    steps = torch.load(tmp_path / "draft.pt", weights_only=True)["steps"]
+    assert steps >= 1
+    assert recipe.main(command) == 0
     state = torch.load(tmp_path / "draft.pt", weights_only=True)
-    assert state["steps"] >= 1
-    steps = state["steps"] + 3
-    assert recipe.main([*command, "--steps", str(steps)]) == 0
-    assert torch.load(tmp_path / "draft.pt", weights_only=True)["steps"] == steps
-    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
-    assert draft.dtype == torch.bfloat16
-    assert draft.config.tie_word_embeddings
-    assert draft.generation_config.eos_token_id == 1
+    assert state["steps"] > steps
+    config, weights = load_small(tmp_path / "draft")
+    vocab_size = recipe.shape_of_checkpoint(target).vocab_size
+    assert weights["model.embed_tokens.weight"].shape == (vocab_size, 32)
+    trained = state["draft"]["model.embed_tokens.weight"].bfloat16()
+    assert torch.equal(weights["model.embed_tokens.weight"], trained[state["row_of"]])
+    assert config["dtype"] == "bfloat16"
+    assert config["tie_word_embeddings"]
+    assert json.loads((tmp_path / "draft" / "generation_config.json").read_text())["eos_token_id"] == 1
     assert json.loads((tmp_path / "report.json").read_text())["held_out"]
     acceptance = importlib.import_module("acceptance")
     head, file = write_random_eagle(tmp_path / "head", target), tmp_path / "acceptance.json"

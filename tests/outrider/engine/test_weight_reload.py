@@ -115,7 +115,7 @@ def test_what_runs_afterwards_is_the_other_model(folders, config, options):
 
 def test_tokens_that_share_a_row_of_the_embedding(folders, tmp_path):
     """A checkpoint that stores their row once loads, and reloads, as what transformers computes with every row."""
-    model = AutoModelForCausalLM.from_pretrained(folders(TIED, 2))
+    model: Any = AutoModelForCausalLM.from_pretrained(folders(TIED, 2))
     embedding = model.get_input_embeddings().weight
     row_of = torch.arange(len(embedding)).clamp(max=40)
     weights = {name: value.clone() for name, value in model.state_dict().items() if name != "lm_head.weight"}
