@@ -16,9 +16,7 @@ class Recipe:
         shape: of the head; hidden size and vocabulary are the target's.
         taps: after how many of the target's layers features are taken.
         unroll: drafting steps that are trained.
-        judged: how many of them, drawn anew for every step of the loop, are held against the target: the vocabulary's
-            rows are most of the arithmetic.
-        step_share: how much less each of them counts than the one before.
+        step_share: of chains that are followed from each of them to the next, which is how much less it counts.
         text_tokens: source that is read.
         written: what the target writes.
         windows: of a step.
@@ -33,8 +31,7 @@ class Recipe:
     written: SamplingConfig
     windows: TrainingConfig
     unroll: int = 6
-    judged: int = 3
-    step_share: float = 0.9
+    step_share: float = 0.8
     text_tokens: int = 30_000_000
     seconds: float = 600.0
     measured: int = 32
