@@ -189,12 +189,11 @@ class Text:
 
 @torch.no_grad()
 def target_rows(target: Llama, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's features [N, T, F] and logits [N, T, V] at tokens [N, T]."""
+    """The target's features [N, T, F] at tokens [N, T], and what its output layer reads, [N, T, C]."""
     cos, sin = (table.to(dtype) for table in rotary_tables(target.shape, tokens.shape[1], tokens.device))
     x = functional.embedding(tokens, target.model.embed_tokens.weight).to(dtype)
     stream = [x]
     for layer in target.model.layers:
         x = layer(x, cos, sin)
         stream.append(x)
-    logits = functional.linear(target.model.norm(x), target.model.embed_tokens.weight.to(dtype))
-    return torch.cat([stream[tap] for tap in taps], dim=-1), logits
+    return torch.cat([stream[tap] for tap in taps], dim=-1), target.model.norm(x)

@@ -14,7 +14,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from conversations import NO_ANSWER
@@ -32,6 +33,22 @@ Judge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]
 
 # Rows of a matrix that a GPU's matrix units take at a time, or a part of such a tile.
 _TILE = 64
+
+
+class TargetRows(NamedTuple):
+    """Windows and what the target makes of them.
+
+    Attributes:
+        tokens: [N, T] int64.
+        chosen_at: [N, T] int64, as `run_loop` has it.
+        features: [N, T, F].
+        last: [N, T, C] that the output layer reads.
+    """
+
+    tokens: Tensor
+    chosen_at: Tensor
+    features: Tensor
+    last: Tensor
 
 
 def run_loop(
@@ -56,19 +73,20 @@ def run_loop(
     """
     config = recipe.windows
     optimisers = build_optimisers(head, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay)
-    judge = torch.compile(_judge, dynamic=True) if config.compile else _judge
+    # Compiled twice: for the first count of rows, then for any, while the vocabulary's size stays a constant.
+    judge = torch.compile(_judge) if config.compile else _judge
     if config.compile:
         target.compile_layers()
         head.compile_layer()
     begin = saved = shown = time.perf_counter()
     compiled_s = 0.0
-    for step, (tokens, chosen_at) in enumerate(windows):
+    for step, rows in enumerate(drawn_rows(target, windows, head.taps, recipe)):
         now = time.perf_counter() - begin
         # Code is made in the first step, and what it takes is no part of the schedule: it would be all of the warm-up.
         done = (now - compiled_s) / max(1e-9, recipe.seconds - compiled_s)
         set_learning_rate(optimisers, min(int(10_000 * done), 9_999), 10_000, config.decay_share)
-        chains = int(answer_share * tokens[:, recipe.unroll :].numel())
-        losses = _learn(head, target, tokens, chosen_at, chains=max(1, chains), recipe=recipe, judge=judge)
+        chains = int(answer_share * rows.tokens[:, recipe.unroll :].numel())
+        losses = _learn(head, target, rows, chains=max(1, chains), recipe=recipe, judge=judge)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -78,7 +96,7 @@ def run_loop(
             if not all(math.isfinite(value) for pair in values for value in pair):
                 raise FloatingPointError(f"losses {values} at step {step}")
             told = " ".join(f"{kl:.3f}/{variation:.3f}" for kl, variation in values)
-            rate = step * tokens.numel() / max(1e-9, shown - begin - compiled_s) / 1e6
+            rate = step * rows.tokens.numel() / max(1e-9, shown - begin - compiled_s) / 1e6
             logger.info("%.0f s, step %d, %.2f M tokens/s: kl/variation by drafting step %s", now, step + 1, rate, told)
             compiled_s = compiled_s or shown - begin
         if time.perf_counter() - saved > 45:
@@ -89,28 +107,48 @@ def run_loop(
     raise AssertionError("the windows never end")
 
 
-def draw_roots(chosen_at: Tensor, count: int, unroll: int) -> Tensor:
-    """Return [count] int64 places among N * (T - 1) rows where chains of `unroll` steps begin, in no order.
+def drawn_rows(
+    target: Llama, windows: Iterator[tuple[Tensor, Tensor]], taps: tuple[int, ...], recipe: Recipe
+) -> Iterator[TargetRows]:
+    """Endless batches out of a pool of windows that the target has read, the oldest of which give way to new ones."""
+    pool: TargetRows | None = None
+    for number in count():
+        tokens, chosen_at = next(windows)
+        new = TargetRows(tokens, chosen_at, *target_rows(target, tokens, taps, recipe.compute_dtype(tokens.device)))
+        if pool is None:
+            pool = TargetRows(*(each.new_empty((recipe.pool_batches * len(each), *each.shape[1:])) for each in new))
+        begin = number % recipe.pool_batches * len(tokens)
+        for held, each in zip(pool, new, strict=True):
+            held[begin : begin + len(tokens)] = each
+        if number + 1 < recipe.pool_batches:
+            continue
+        for _ in range(recipe.uses):
+            own = torch.randperm(len(pool.tokens), device=tokens.device)[: len(tokens)]
+            yield TargetRows(*(each[own] for each in pool))
+
+
+def draw_roots(chosen_at: Tensor, chains: int, unroll: int) -> Tensor:
+    """Return [chains] int64 places among N * (T - 1) rows where chains of `unroll` steps begin, in no order.
 
     Those in front of answers' tokens come first; others fill up.
 
     Args:
         chosen_at: [N, T], as `run_loop` has it.
-        count: how many.
+        chains: how many.
         unroll: a chain's steps, for which the rows behind its root have to suffice.
     """
     # The first step's row is held against the target's row after it.
     asked = (chosen_at[:, 1:] != NO_ANSWER).float()
     draw = asked + 0.5 * torch.rand(asked.shape, device=asked.device)
     draw[:, draw.shape[1] + 1 - unroll :] = -1
-    roots = draw.flatten().topk(count).indices
-    return roots[torch.randperm(count, device=roots.device)]
+    roots = draw.flatten().topk(chains).indices
+    return roots[torch.randperm(chains, device=roots.device)]
 
 
 def chain_counts(chains: int, unroll: int, share: float) -> list[int]:
     """Return how many chains are followed to each step."""
-    counts = [max(1, round(chains * share**step)) for step in range(unroll)]
-    return [count - count % _TILE or count for count in counts]
+    followed = [max(1, round(chains * share**step)) for step in range(unroll)]
+    return [each - each % _TILE or each for each in followed]
 
 
 def _judge(drafted: Tensor, wanted: Tensor, places: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,29 +157,26 @@ def _judge(drafted: Tensor, wanted: Tensor, places: Tensor, temperature: Tensor)
 
 
 def _learn(
-    head: Eagle3, target: Llama, tokens: Tensor, chosen_at: Tensor, *, chains: int, recipe: Recipe, judge: Judge
+    head: Eagle3, target: Llama, text: TargetRows, *, chains: int, recipe: Recipe, judge: Judge
 ) -> list[tuple[Tensor, Tensor]]:
-    """Adds to the gradients; mean KL and total variation of each drafting step, on windows [N, T].
-
-    `chosen_at` is as `run_loop` has it.
-    """
-    dtype, unroll, length = recipe.compute_dtype(tokens.device), recipe.unroll, tokens.shape[1]
-    features, logits = target_rows(target, tokens, head.taps, dtype)
-    logits = logits.flatten(0, 1)
+    """Adds to the gradients; mean KL and total variation of each drafting step."""
+    tokens, chosen_at, features, last = text
+    unroll, dtype = recipe.unroll, features.dtype
     # Where nobody chose, what is asked is what temperature 1 asks.
     temperature = row_temperatures(torch.where(chosen_at == NO_ANSWER, 100, chosen_at))
     embedding = target.model.embed_tokens.weight
     embedded = functional.embedding(tokens[:, 1:], embedding).to(dtype)
     output = embedding.to(dtype)
+    wanted = functional.linear(last.flatten(0, 1), output)
     roots = draw_roots(chosen_at, chains, unroll)
     # The last token of a window has no row of its own here, but it has one of the target.
-    places = roots + roots // (length - 1)
+    places = roots + roots // (tokens.shape[1] - 1)
     counts = chain_counts(chains, unroll, recipe.step_share)
     total, losses = torch.zeros((), device=tokens.device), []
     for step, rows in enumerate(head.unroll(features[:, :-1], embedded, roots, counts)):
         with torch.no_grad():
             own = places[: len(rows)] + step + 1
-            kl, variation, gradient = judge(functional.linear(rows, output), logits, own, temperature[own])
+            kl, variation, gradient = judge(functional.linear(rows, output), wanted, own, temperature[own])
             towards = gradient @ output / chains
         # A product whose gradient is the one that has just been made: the vocabulary's rows are not kept.
         total = total + (rows * towards).float().sum()
@@ -165,15 +200,15 @@ def measure(head: Eagle3, target: Llama, windows: Tensor, chosen_at: Tensor, rec
     accepted, asked = [], (chosen_at[:, 1 : 1 - unroll] != NO_ANSWER).flatten()
     # As many at a time as in the loop: what is compiled is so for that shape.
     for tokens in windows.long().split(recipe.windows.batch_sequences):
-        features, logits = target_rows(target, tokens, head.taps, dtype)
+        features, last = target_rows(target, tokens, head.taps, dtype)
         embedded = functional.embedding(tokens[:, 1:], target.model.embed_tokens.weight).to(dtype)
         length = embedded.shape[1]
         places = torch.arange(embedded[:, :, 0].numel(), device=tokens.device).view(-1, length)
         roots = places[:, : length + 1 - unroll].flatten()
         agrees = []
         for step, rows in enumerate(head.unroll(features[:, :-1], embedded, roots, unroll * [len(roots)])):
-            p = logits[:, step + 1 : step + 1 + length + 1 - unroll].flatten(0, 1).float()
-            q = functional.linear(rows, output).float()
+            own = last[:, step + 1 : step + 1 + length + 1 - unroll].flatten(0, 1)
+            p, q = (functional.linear(each, output).float() for each in (own, rows))
             agrees.append(q.argmax(-1) == p.argmax(-1))
             sums[step, 0] += agrees[-1].sum()
             sums[step, 1] += torch.minimum(q.softmax(-1), p.softmax(-1)).sum()

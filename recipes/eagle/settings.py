@@ -17,6 +17,9 @@ class Recipe:
         taps: after how many of the target's layers features are taken.
         unroll: drafting steps that are trained.
         step_share: of chains that are followed from each of them to the next, which is how much less it counts.
+        uses: how often a step of the loop draws a window while the target's rows of it are in memory: the target is
+            most of a step otherwise, and texts are gone through several times anyway.
+        pool_batches: batches of windows whose rows are in memory.
         text_tokens: source that is read.
         written: what the target writes.
         windows: of a step.
@@ -32,6 +35,8 @@ class Recipe:
     windows: TrainingConfig
     unroll: int = 6
     step_share: float = 0.8
+    uses: int = 4
+    pool_batches: int = 128
     text_tokens: int = 30_000_000
     seconds: float = 600.0
     measured: int = 32
@@ -81,6 +86,7 @@ def tiny(recipe: Recipe) -> Recipe:
         written=SamplingConfig(rounds=1, sequences=10, tokens=24, prompt_tokens=16),
         windows=replace(recipe.windows, batch_sequences=2, sequence_tokens=32, compile=False),
         text_tokens=4_000,
+        pool_batches=2,
         seconds=2.0,
         measured=2,
     )

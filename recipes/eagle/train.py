@@ -223,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, help="tokens of a window")
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
     parser.add_argument("--step-share", type=float, help="of chains that are followed from each of them to the next")
+    parser.add_argument("--uses", type=int, help="steps that draw a window each time that the target reads it")
     parser.add_argument("--feed-forward", type=int, help="units of the head's layer, at least those of --begin-with")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
@@ -269,6 +270,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         "seconds": options.seconds,
         "unroll": options.unroll,
         "step_share": options.step_share,
+        "uses": options.uses,
         "begin_with": None if options.begin_with is None else str(options.begin_with.resolve()),
         "taps": None if options.taps is None else tuple(options.taps),
         "windows": replace(recipe.windows, **{name: value for name, value in windows.items() if value is not None}),

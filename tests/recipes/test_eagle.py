@@ -262,6 +262,34 @@ def test_the_gradient_of_the_loss_is_autograd_s(recipe: Any, temperature: float)
         torch.testing.assert_close(each.double(), value.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_windows_are_drawn_while_the_target_s_rows_are_in_memory(recipe: Any) -> None:
+    """Each batch of windows is read once for several steps, and rows stay with their windows."""
+    loop, llama = importlib.import_module("loop"), importlib.import_module("llama")
+    shape = llama.LlamaShape(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=VOCAB,
+    )  # fmt: skip
+    target, given = llama.Llama(shape).requires_grad_(False), []
+
+    def windows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            given.append(torch.randint(VOCAB, (2, 7)))
+            yield given[-1], given[-1] % 5
+
+    settings = replace(recipe.tiny(recipe.FULL), uses=3, pool_batches=2)
+    drawn = loop.drawn_rows(target, windows(), (0, 1, 2), settings)
+    for step in range(12):
+        rows = next(drawn)
+        # Two batches before the first step, then one for three steps.
+        assert len(given) == 2 + step // 3
+        held = torch.cat(given[-2:])
+        found = (rows.tokens[:, None] == held).all(-1)
+        assert found.any(1).all() and len(rows.tokens.unique(dim=0)) == 2
+        assert torch.equal(rows.chosen_at, rows.tokens % 5)
+        features, last = loop.target_rows(target, rows.tokens, (0, 1, 2), torch.float32)
+        torch.testing.assert_close((rows.features, rows.last), (features, last))
+
+
 def test_chains_begin_in_front_of_answers(recipe: Any) -> None:
     """The first token that a chain drafts is an answer's, and the text goes on for the whole chain."""
     loop, nobody = importlib.import_module("loop"), importlib.import_module("conversations").NO_ANSWER
