@@ -16,7 +16,7 @@ Shapes: N sequences, T rows, C hidden channels, F features (3 C).
 from collections.abc import Sequence
 
 import torch
-from head import Eagle3, Text
+from head import Eagle3
 from llama import LlamaShape, project
 from torch import Tensor, nn
 
@@ -42,14 +42,14 @@ class Block(Eagle3):
 
     def unroll(self, features: Tensor, embedded: Tensor, roots: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """See `Eagle3.unroll`; all steps run at once."""
-        text = Text.of(self, features, embedded)
+        text = self.read_text(features, embedded)
         stream, masks = text.stream.index_select(0, roots), self.mask_embedding.weight.to(features.dtype)
         stream = torch.cat([stream[:count] + mask for count, mask in zip(counts, masks, strict=False)])
         own = torch.cat([roots[:count] for count in counts])
         places = torch.cat([roots[:count] + step for step, count in enumerate(counts)])
         positions = text.positions(own) + places - own
-        query, _, _ = self._before_attention(text.embedded[own], stream, positions, *text.tables)
+        query, _, _ = self.before_attention(text.embedded[own], stream, positions, *text.tables)
         mixed = [text.attend(each, roots[: len(each)], (), ()) for each in query.split(list(counts))]
-        _, normed = self._after_attention(stream, torch.cat(mixed))
+        _, normed = self.after_attention(stream, torch.cat(mixed))
         bias = project(project(text.embedded[places], self.previous), self.following)
         return list((normed + bias).split(list(counts)))

@@ -7,14 +7,15 @@
 
 Parameters carry the names of published checkpoints.
 
-Of every row, a chain of drafting steps can begin: its root. Only the first step is all rows' business, whose keys and
-values chains read; what follows is computed for chosen chains alone.
+A chain of drafting steps can begin at every row, its root. All rows have keys and values, which chains read; everything
+else is computed for chosen chains alone.
 
 Shapes: N sequences, T rows, M chains, R rows of any kind; C hidden channels, F features (3 C), V vocabulary; H query
 heads, K key and value heads, D channels of each.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from chain_attention import attend
@@ -56,6 +57,36 @@ class MidLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextRows:
+    """What chains read of texts: the rows of step 0.
+
+    Attributes:
+        embedded: [N * T, C] of the tokens after the rows.
+        stream: [N * T, C] that enters the layer.
+        query: [N * T, H, D].
+        key, value: [N, H, T, D]; each query head has a copy of its key and value head, which every kernel takes.
+        tables: cosines and sines, each [T, D].
+    """
+
+    embedded: Tensor
+    stream: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tables: tuple[Tensor, Tensor]
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Positions of places among the N * T rows."""
+        return places % self.key.shape[2]
+
+    def attend(self, query: Tensor, roots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """See `chain_attention.attend`; the chains' own rows are given by step, [M, K, D] each."""
+        none = query.new_empty((0, len(query), 1, query.shape[2]))
+        own_key, own_value = (torch.stack(tuple(each)) if each else none for each in (keys, values))
+        return attend(query, self.key, self.value, roots=roots, own_key=own_key, own_value=own_value)
+
+
 class Eagle3(nn.Module):
     """The head; embedding and output layer are the target's.
 
@@ -70,8 +101,9 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(len(taps) * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self._before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = self.before_attention
-        self._after_attention: Callable[..., tuple[Tensor, Tensor]] = self.after_attention
+        # Where `compile_layer` puts compiled code.
+        self.before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._before_attention
+        self.after_attention: Callable[..., tuple[Tensor, Tensor]] = self._after_attention
         for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)
@@ -89,10 +121,10 @@ class Eagle3(nn.Module):
 
     def compile_layer(self) -> None:
         """Have the layer run as compiled code around its attention, made once for any number of rows."""
-        self._before_attention = torch.compile(self.before_attention, dynamic=True)
-        self._after_attention = torch.compile(self.after_attention, dynamic=True)
+        self.before_attention = torch.compile(self._before_attention, dynamic=True)
+        self.after_attention = torch.compile(self._after_attention, dynamic=True)
 
-    def before_attention(
+    def _before_attention(
         self, embedded: Tensor, stream: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query [R, H, D], key and value [R, K, D] of embeddings and residual stream, [R, C], at positions [R].
@@ -103,12 +135,25 @@ class Eagle3(nn.Module):
         wide = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(stream)), dim=-1)
         return layer.self_attn.heads(wide, cos[positions, None], sin[positions, None])
 
-    def after_attention(self, stream: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _after_attention(self, stream: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden rows and normed hidden rows, [R, C], of the residual stream [R, C] and what was mixed, [R, H, D]."""
         layer = self.midlayer
         hidden = stream + project(mixed.flatten(1), layer.self_attn.o_proj)
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden, self.norm(hidden)
+
+    def read_text(self, features: Tensor, embedded: Tensor) -> TextRows:
+        """The rows of features [N, T, F] and embeddings [N, T, C]."""
+        sequences, length, _ = features.shape
+        cos, sin = (table.to(features.dtype) for table in rotary_tables(self.shape, length, features.device))
+        embedded, stream = embedded.flatten(0, 1), project(features.flatten(0, 1), self.fc)
+        places = torch.arange(length, device=features.device).repeat(sequences)
+        query, *shared = self.before_attention(embedded, stream, places, cos, sin)
+        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        key, value = (
+            each.repeat_interleave(group, 1).unflatten(0, (sequences, length)).transpose(1, 2) for each in shared
+        )
+        return TextRows(embedded=embedded, stream=stream, query=query, key=key, value=value, tables=(cos, sin))
 
     def unroll(self, features: Tensor, embedded: Tensor, roots: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """Normed hidden rows of chains: of all their drafting steps, each on the hidden row of the one before.
@@ -126,7 +171,7 @@ class Eagle3(nn.Module):
         Returns:
             For each step [counts of the step, C].
         """
-        text = Text.of(self, features, embedded)
+        text = self.read_text(features, embedded)
         query, stream = text.query.index_select(0, roots), text.stream.index_select(0, roots)
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
@@ -135,56 +180,15 @@ class Eagle3(nn.Module):
             own = roots[:count]
             if step:
                 stream = stream[:count]
-                query, key, value = self._before_attention(
+                query, key, value = self.before_attention(
                     text.embedded[own + step], stream, text.positions(own) + step, *text.tables
                 )
                 own_keys, own_values = ([*(each[:count] for each in held), last] for held, last in
                                         ((own_keys, key), (own_values, value)))  # fmt: skip
             mixed = text.attend(query[:count], own, own_keys, own_values)
-            stream, normed = self._after_attention(stream[:count], mixed)
+            stream, normed = self.after_attention(stream[:count], mixed)
             found.append(normed)
         return found
-
-
-class Text:
-    """What all chains read of texts: rows of step 0.
-
-    Attributes:
-        embedded: [N * T, C] of the tokens after the rows.
-        stream: [N * T, C] that enters the layer.
-        query: [N * T, H, D].
-        key, value: [N, H, T, D]; each query head has a copy of its key and value head, which every kernel takes.
-        tables: cosines and sines, each [positions, D].
-    """
-
-    def __init__(self, *, embedded: Tensor, stream: Tensor, query: Tensor, key: Tensor, value: Tensor,
-                 tables: Sequence[Tensor]) -> None:  # fmt: skip
-        self.embedded, self.stream, self.query, self.key, self.value = embedded, stream, query, key, value
-        self.tables = tables
-
-    @classmethod
-    def of(cls, head: Eagle3, features: Tensor, embedded: Tensor) -> "Text":
-        """The rows of features [N, T, F] and embeddings [N, T, C]."""
-        sequences, length, _ = features.shape
-        tables = [table.to(features.dtype) for table in rotary_tables(head.shape, length, features.device)]
-        embedded, stream = embedded.flatten(0, 1), project(features.flatten(0, 1), head.fc)
-        places = torch.arange(length, device=features.device).repeat(sequences)
-        query, *shared = head._before_attention(embedded, stream, places, *tables)
-        group = head.shape.num_attention_heads // head.shape.num_key_value_heads
-        key, value = (
-            each.repeat_interleave(group, 1).unflatten(0, (sequences, length)).transpose(1, 2) for each in shared
-        )
-        return cls(embedded=embedded, stream=stream, query=query, key=key, value=value, tables=tables)
-
-    def positions(self, places: Tensor) -> Tensor:
-        """Positions of places among the N * T rows."""
-        return places % self.key.shape[2]
-
-    def attend(self, query: Tensor, roots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """See `chain_attention.attend`; own rows [M, K, D] by step."""
-        none = query.new_empty((0, len(query), 1, query.shape[2]))
-        own_key, own_value = (torch.stack(tuple(each)) if each else none for each in (keys, values))
-        return attend(query, self.key, self.value, roots=roots, own_key=own_key, own_value=own_value)
 
 
 @torch.no_grad()
