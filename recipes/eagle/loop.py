@@ -83,7 +83,7 @@ def run_loop(
     for step, rows in enumerate(drawn_rows(target, windows, head.taps, recipe)):
         now = time.perf_counter() - begin
         # Code is made in the first step, and what it takes is no part of the schedule: it would be all of the warm-up.
-        done = (now - compiled_s) / max(1e-9, recipe.seconds - compiled_s)
+        done = (now - compiled_s) / max(1e-9, recipe.seconds - compiled_s) if step else 0.0
         set_learning_rate(optimisers, min(int(10_000 * done), 9_999), 10_000, config.decay_share)
         chains = int(answer_share * rows.tokens[:, recipe.unroll :].numel())
         losses = _learn(head, target, rows, chains=max(1, chains), recipe=recipe, judge=judge)
