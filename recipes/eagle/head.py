@@ -7,22 +7,25 @@
 
 Parameters carry the names of published checkpoints.
 
-Shapes: N sequences, T rows, C hidden channels, F features (3 C), V vocabulary.
+A chain of drafting steps can begin at every row, its root. All rows have keys and values, which chains read; everything
+else is computed for chosen chains alone.
+
+Shapes: N sequences, T rows, M chains, R rows of any kind; C hidden channels, F features (3 C), V vocabulary; H query
+heads, K key and value heads, D channels of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from chain_attention import attend
 from llama import GatedMLP, Llama, LlamaShape, RMSNorm, project, rotary_tables, rotate
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Entries of a row that matrix units read at once: 16 bytes.
-_ALIGNED = 8
-
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention whose input is twice as wide as its output."""
+    """Projections of grouped-query attention whose input is twice as wide as its output."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -34,15 +37,12 @@ class HeadAttention(nn.Module):
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [N, H, T, D]; each query head has a copy of its key and value head."""
-        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
-
-        def split(linear: nn.Linear) -> Tensor:
-            return project(x, linear).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
-
-        query, key, value = split(self.q_proj), split(self.k_proj), split(self.v_proj)
-        key = rotate(key, cos, sin)
-        return rotate(query, cos, sin), key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        """Query [R, H, D], key and value [R, K, D] of [R, 2 C]; cos and sin are [R, 1, D]."""
+        query, key, value = (
+            project(x, linear).unflatten(1, (-1, self.shape.head_dim))
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
 class MidLayer(nn.Module):
@@ -55,6 +55,36 @@ class MidLayer(nn.Module):
         self.self_attn = HeadAttention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = GatedMLP(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRows:
+    """What chains read of texts: the rows of step 0.
+
+    Attributes:
+        embedded: [N * T, C] of the tokens after the rows.
+        stream: [N * T, C] that enters the layer.
+        query: [N * T, H, D].
+        key, value: [N, H, T, D]; each query head has a copy of its key and value head, which every kernel takes.
+        tables: cosines and sines, each [T, D].
+    """
+
+    embedded: Tensor
+    stream: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tables: tuple[Tensor, Tensor]
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Positions of places among the N * T rows."""
+        return places % self.key.shape[2]
+
+    def attend(self, query: Tensor, roots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """See `chain_attention.attend`; the chains' own rows are given by step, [M, K, D] each."""
+        none = query.new_empty((0, len(query), 1, query.shape[2]))
+        own_key, own_value = (torch.stack(tuple(each)) if each else none for each in (keys, values))
+        return attend(query, self.key, self.value, roots=roots, own_key=own_key, own_value=own_value)
 
 
 class Eagle3(nn.Module):
@@ -71,6 +101,9 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(len(taps) * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        # Where `compile_layer` puts compiled code.
+        self.before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._before_attention
+        self.after_attention: Callable[..., tuple[Tensor, Tensor]] = self._after_attention
         for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)
@@ -86,72 +119,85 @@ class Eagle3(nn.Module):
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight.data[:, -self.shape.hidden_size :])
 
-    def unroll(
-        self, features: Tensor, embedded: Tensor, steps: int, wanted: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        """Normed hidden rows of `steps` drafting steps, each on the hidden rows of the one before.
+    def compile_layer(self) -> None:
+        """Have the layer run as compiled code around its attention, made once for any number of rows."""
+        self.before_attention = torch.compile(self._before_attention, dynamic=True)
+        self.after_attention = torch.compile(self._after_attention, dynamic=True)
 
-        Row i of each reads the token after position i + steps - 1: all steps look at the same places.
+    def _before_attention(
+        self, embedded: Tensor, stream: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [R, H, D], key and value [R, K, D] of embeddings and residual stream, [R, C], at positions [R].
 
-        At step s row r stands at position r + s: s tokens past the last whose features it knows. It sees the features'
-        rows up to r, and of each step in between the row of its own chain.
+        cos and sin are the tables of all positions.
+        """
+        layer = self.midlayer
+        wide = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(stream)), dim=-1)
+        return layer.self_attn.heads(wide, cos[positions, None], sin[positions, None])
+
+    def _after_attention(self, stream: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden rows and normed hidden rows, [R, C], of the residual stream [R, C] and what was mixed, [R, H, D]."""
+        layer = self.midlayer
+        hidden = stream + project(mixed.flatten(1), layer.self_attn.o_proj)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return hidden, self.norm(hidden)
+
+    def read_text(self, features: Tensor, embedded: Tensor) -> TextRows:
+        """The rows of features [N, T, F] and embeddings [N, T, C]."""
+        sequences, length, _ = features.shape
+        cos, sin = (table.to(features.dtype) for table in rotary_tables(self.shape, length, features.device))
+        embedded, stream = embedded.flatten(0, 1), project(features.flatten(0, 1), self.fc)
+        places = torch.arange(length, device=features.device).repeat(sequences)
+        query, *shared = self.before_attention(embedded, stream, places, cos, sin)
+        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        key, value = (
+            each.repeat_interleave(group, 1).unflatten(0, (sequences, length)).transpose(1, 2) for each in shared
+        )
+        return TextRows(embedded=embedded, stream=stream, query=query, key=key, value=value, tables=(cos, sin))
+
+    def unroll(self, features: Tensor, embedded: Tensor, roots: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Normed hidden rows of chains: of all their drafting steps, each on the hidden row of the one before.
+
+        At step s the row of a chain from row r on stands at position r + s and reads the token after that place: s
+        tokens past the last whose features it knows. It sees the features' rows up to r, and its own chain's.
 
         Args:
             features: [N, T, F] of the target.
             embedded: [N, T, C] of the tokens after the rows.
-            steps: how many.
-            wanted: those that are returned; None: all.
+            roots: [M] int64 places among the N * T rows where chains begin, none twice, each in front of as many rows
+                of its text as there are steps.
+            counts: by step how many of the chains, the first ones, are followed to it; never more than before.
 
         Returns:
-            For each wanted step [N, T + 1 - steps, C].
+            For each step [counts of the step, C].
         """
-        layer, dtype = self.midlayer, features.dtype
-        length = features.shape[1]
-        tables = [table.to(dtype) for table in rotary_tables(self.shape, length + steps, features.device)]
-        entering = project(features, self.fc)
-        keys, values, normed = [], [], []
-        for step in range(steps):
-            # Rows past the end of the text go on with anything: nobody else sees them, and matrices keep one shape.
-            cos, sin = (table[step : step + length] for table in tables)
-            embedding = layer.input_layernorm(embedded.roll(-step, 1))
-            wide = torch.cat((embedding, layer.hidden_norm(entering)), dim=-1)
-            query, key, value = layer.self_attn.heads(wide, cos, sin)
-            keys.append(key)
-            values.append(value)
-            mixed = _attend(query, keys, values)
-            hidden = entering + project(mixed.transpose(1, 2).flatten(2), layer.self_attn.o_proj)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            normed.append(self.norm(hidden[:, steps - 1 - step : length - step]))
-            entering = hidden
-        return normed if wanted is None else [normed[step] for step in wanted]
-
-
-def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal attention to the first keys, and to the row's own of the others; all [N, H, T, D]."""
-    if len(keys) == 1:
-        return functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-    length, query = query.shape[2], query * query.shape[3] ** -0.5
-    hidden = torch.full((length, length), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
-    # These matrices are most of what a step moves: masked as they are made, never widened, and with rows of a length
-    # that matrix units like.
-    causal = torch.baddbmm(hidden, query.flatten(0, 1), keys[0].flatten(0, 1).mT).unflatten(0, query.shape[:2])
-    scores = [causal, *((query * key).sum(-1, keepdim=True) for key in keys[1:])]
-    padding = causal.new_full((), float("-inf")).expand(*causal.shape[:3], -(len(keys) - 1) % _ALIGNED)
-    weights = torch.cat([*scores, padding], dim=-1).softmax(-1)
-    mixed = weights[..., :length] @ values[0]
-    for place, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., length + place, None] * value
-    return mixed
+        text = self.read_text(features, embedded)
+        query, stream = text.query.index_select(0, roots), text.stream.index_select(0, roots)
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        found = []
+        for step, count in enumerate(counts):
+            own = roots[:count]
+            if step:
+                stream = stream[:count]
+                query, key, value = self.before_attention(
+                    text.embedded[own + step], stream, text.positions(own) + step, *text.tables
+                )
+                own_keys, own_values = ([*(each[:count] for each in held), last] for held, last in
+                                        ((own_keys, key), (own_values, value)))  # fmt: skip
+            mixed = text.attend(query[:count], own, own_keys, own_values)
+            stream, normed = self.after_attention(stream[:count], mixed)
+            found.append(normed)
+        return found
 
 
 @torch.no_grad()
 def target_rows(target: Llama, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's features [N, T, F] and logits [N, T, V] at tokens [N, T]."""
+    """The target's features [N, T, F] at tokens [N, T], and what its output layer reads, [N, T, C]."""
     cos, sin = (table.to(dtype) for table in rotary_tables(target.shape, tokens.shape[1], tokens.device))
     x = functional.embedding(tokens, target.model.embed_tokens.weight).to(dtype)
     stream = [x]
     for layer in target.model.layers:
         x = layer(x, cos, sin)
         stream.append(x)
-    logits = functional.linear(target.model.norm(x), target.model.embed_tokens.weight.to(dtype))
-    return torch.cat([stream[tap] for tap in taps], dim=-1), logits
+    return torch.cat([stream[tap] for tap in taps], dim=-1), target.model.norm(x)

@@ -16,9 +16,10 @@ class Recipe:
         shape: of the head; hidden size and vocabulary are the target's.
         taps: after how many of the target's layers features are taken.
         unroll: drafting steps that are trained.
-        judged: how many of them, drawn anew for every step of the loop, are held against the target: the vocabulary's
-            rows are most of the arithmetic.
-        step_share: how much less each of them counts than the one before.
+        step_share: of chains that are followed from each of them to the next, which is how much less it counts.
+        uses: how often a step of the loop draws a window while the target's rows of it are in memory: the target is
+            most of a step otherwise, and texts are gone through several times anyway.
+        pool_batches: batches of windows whose rows are in memory.
         text_tokens: source that is read.
         written: what the target writes.
         windows: of a step.
@@ -33,8 +34,9 @@ class Recipe:
     written: SamplingConfig
     windows: TrainingConfig
     unroll: int = 6
-    judged: int = 3
-    step_share: float = 0.9
+    step_share: float = 0.8
+    uses: int = 4
+    pool_batches: int = 128
     text_tokens: int = 30_000_000
     seconds: float = 600.0
     measured: int = 32
@@ -84,6 +86,7 @@ def tiny(recipe: Recipe) -> Recipe:
         written=SamplingConfig(rounds=1, sequences=10, tokens=24, prompt_tokens=16),
         windows=replace(recipe.windows, batch_sequences=2, sequence_tokens=32, compile=False),
         text_tokens=4_000,
+        pool_batches=2,
         seconds=2.0,
         measured=2,
     )

@@ -88,13 +88,15 @@ class Text:
 
     Attributes:
         windows: endless batches, as `run_loop` takes them.
-        held_out: [N, T] that are not trained on.
+        held_out: [N, T] that are not trained on, and the temperatures of each, as `windows` have them.
+        answer_share: of all rows, those in front of a token that a drafter would be asked for.
         source_tokens: of text that others have written.
         written_tokens: of text that the target has written.
     """
 
     windows: Iterator[tuple[Tensor, Tensor]]
-    held_out: Tensor
+    held_out: tuple[Tensor, Tensor]
+    answer_share: float
     source_tokens: int
     written_tokens: int
 
@@ -112,7 +114,13 @@ def pair_text(recipe: Recipe, target: Llama, work: Path, device: torch.device) -
     # The same windows of both, since the seed decides which.
     both = zip(token_windows(stream, recipe.windows), token_windows(temperatures, recipe.windows), strict=True)
     windows = ((tokens, at) for (tokens, _), (_, at) in both)
-    return Text(windows=windows, held_out=held_out, source_tokens=len(source), written_tokens=len(written))
+    return Text(
+        windows=windows,
+        held_out=(held_out, torch.full_like(held_out, 100)),
+        answer_share=1.0,
+        source_tokens=len(source),
+        written_tokens=len(written),
+    )
 
 
 def _written_text(recipe: Recipe, target: Llama, source: Tensor, file: Path) -> tuple[Tensor, Tensor]:
@@ -138,13 +146,13 @@ def _digest(values: Tensor) -> str:
 def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Text:
     """Return conversations that recipes/smollm2/train.py has had a target write; each one's beginning is a window."""
     tokens, chosen_at = (each[:, : recipe.windows.sequence_tokens] for each in read_shards(folder, device))
-    after = chosen_at.roll(-1, 1).long()
-    # A token that nobody chose: as in a text that others have written.
-    after = torch.where(after == NO_ANSWER, 100, after)
+    after = chosen_at.roll(-1, 1)
+    after[:, -1] = NO_ANSWER
     kept = recipe.measured
     return Text(
         windows=batches(tokens[kept:], after[kept:], recipe.windows, begin=0),
-        held_out=tokens[:kept],
+        held_out=(tokens[:kept], after[:kept]),
+        answer_share=(after != NO_ANSWER).float().mean().item(),
         source_tokens=0,
         written_tokens=tokens[kept:].numel(),
     )
@@ -154,7 +162,7 @@ def train(recipe: Recipe, place: Workplace) -> None:
     """Trains the head and writes its checkpoint and what it measured."""
     torch.set_float32_matmul_precision("high")
     work, device = place.work, place.device
-    target = load_target(place.target, device)
+    target = load_target(place.target, device).to(recipe.compute_dtype(device))
     if place.conversations is None:
         text = pair_text(recipe, target, work, device)
     else:
@@ -173,7 +181,7 @@ def train(recipe: Recipe, place: Workplace) -> None:
     def save() -> None:
         save_head(head, work / "head", bos=ends["bos_token_id"], eos=ends["eos_token_id"])
 
-    steps = run_loop(head, target, text.windows, recipe=recipe, save=save)
+    steps = run_loop(head, target, text.windows, recipe=recipe, answer_share=text.answer_share, save=save)
     report = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -181,12 +189,12 @@ def train(recipe: Recipe, place: Workplace) -> None:
         "steps": steps,
         "source_tokens": text.source_tokens,
         "written_tokens": text.written_tokens,
-        **measure(head, target, text.held_out, recipe),
+        **measure(head, target, *text.held_out, recipe),
     }
     if recipe.rank and place.conversations is None:
         other = Eagle3(FULL.shape, FULL.taps).to(device)
         load_head(other, MODELS / "eagle")
-        report["head"] = measure(other, target, text.held_out, recipe)
+        report["head"] = measure(other, target, *text.held_out, recipe)
     save()
     (work / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
@@ -214,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="windows of a training step")
     parser.add_argument("--window", type=int, help="tokens of a window")
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
-    parser.add_argument("--judged", type=int, help="how many of them are held against the target in each step")
+    parser.add_argument("--step-share", type=float, help="of chains that are followed from each of them to the next")
+    parser.add_argument("--uses", type=int, help="steps that draw a window each time that the target reads it")
     parser.add_argument("--feed-forward", type=int, help="units of the head's layer, at least those of --begin-with")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
@@ -260,7 +269,8 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         "shape": replace(recipe.shape, intermediate_size=options.feed_forward or recipe.shape.intermediate_size),
         "seconds": options.seconds,
         "unroll": options.unroll,
-        "judged": options.judged,
+        "step_share": options.step_share,
+        "uses": options.uses,
         "begin_with": None if options.begin_with is None else str(options.begin_with.resolve()),
         "taps": None if options.taps is None else tuple(options.taps),
         "windows": replace(recipe.windows, **{name: value for name, value in windows.items() if value is not None}),

@@ -84,12 +84,36 @@ def test_unrolled_drafting_is_what_the_engine_drafts(recipe: Any, tmp_path: Path
     assert served.taps == (0, 1, 2)
     features, tokens = torch.randn(LENGTH, 3 * HIDDEN), torch.randint(VOCAB, (LENGTH,))
     expected = served_logits(served, features, tokens)
+    # Chains in any order, of which fewer are followed with each step.
+    roots = torch.randperm(LENGTH + 1 - STEPS)
     with torch.no_grad():
-        unrolled = head.unroll(features[None], table[tokens][None], STEPS)
+        unrolled = head.unroll(features[None], table[tokens][None], roots, [6, 5, 5, 3])
+    assert [len(rows) for rows in unrolled] == [6, 5, 5, 3]
     for step, rows in enumerate(unrolled):
-        # All steps look at the same places: those that the last one can reach.
-        found = functional.linear(rows[0], table)
-        torch.testing.assert_close(found, expected[step][STEPS - 1 - step :], rtol=1e-4, atol=1e-4)
+        found = functional.linear(rows, table)
+        torch.testing.assert_close(found, expected[step][roots[: len(rows)]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("own_rows", [0, 1, 3])
+def test_attention_of_chains_is_softmax_s(recipe: Any, own_rows: int) -> None:
+    """Results and gradients are those of plain attention, for chains from anywhere in the texts."""
+    attention = importlib.import_module("chain_attention")
+    torch.manual_seed(own_rows)
+    sequences, heads, kv_heads, length, dim, chains = 2, 6, 2, 19, 16, 23
+    roots = torch.randperm(sequences * length)[:chains]
+    text = (sequences, heads, length, dim)
+    own = (own_rows, chains, kv_heads, dim)
+    query, key, value, own_key, own_value = (
+        torch.randn(shape, requires_grad=True) for shape in ((chains, heads, dim), text, text, own, own)
+    )
+    inputs = (query, key, value, own_key, own_value)
+    towards = torch.randn(chains, heads, dim)
+    results = []
+    for attend in (attention.attend, attention.attend_reference):
+        mixed = attend(query, key, value, roots=roots, own_key=own_key, own_value=own_value)
+        results.append((mixed, *torch.autograd.grad(mixed, inputs, towards)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_trained_block_is_what_the_engine_drafts(recipe: Any, tmp_path: Path) -> None:
@@ -109,14 +133,14 @@ def test_a_trained_block_is_what_the_engine_drafts(recipe: Any, tmp_path: Path) 
     blocks = served.block_logits(
         fused, tokens, positions=places, slot_table=places.expand(LENGTH, -1).contiguous(), key_len=places + 1, **caches
     )
+    roots = torch.randperm(LENGTH + 1 - STEPS)
     with torch.no_grad():
-        unrolled = block.unroll(features[None], table[tokens][None], STEPS)
-        (last,) = block.unroll(features[None], table[tokens][None], STEPS, [STEPS - 1])
-    assert torch.equal(last, unrolled[-1])
+        unrolled = block.unroll(features[None], table[tokens][None], roots, [6, 5, 5, 3])
+    assert [len(rows) for rows in unrolled] == [6, 5, 5, 3]
     for step, rows in enumerate(unrolled):
-        roots = slice(STEPS - 1 - step, LENGTH - step)
-        expected = blocks[roots, step] + served.bias(tokens[STEPS - 1 :])
-        torch.testing.assert_close(functional.linear(rows[0], table), expected, rtol=1e-4, atol=1e-4)
+        own = roots[: len(rows)]
+        expected = blocks[own, step] + served.bias(tokens[own + step])
+        torch.testing.assert_close(functional.linear(rows, table), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_block_begins_as_the_head(recipe: Any, tmp_path: Path) -> None:
@@ -125,9 +149,9 @@ def test_a_block_begins_as_the_head(recipe: Any, tmp_path: Path) -> None:
     recipe.load_head(head, tmp_path)
     block = recipe.Block(head.shape, head.taps, steps=STEPS, rank=5)
     recipe.load_head(block, tmp_path)
-    inputs = torch.randn(2, LENGTH, 3 * HIDDEN), torch.randn(2, LENGTH, HIDDEN)
+    inputs = torch.randn(2, LENGTH, 3 * HIDDEN), torch.randn(2, LENGTH, HIDDEN), torch.arange(2 * LENGTH), [2 * LENGTH]
     with torch.no_grad():
-        torch.testing.assert_close(block.unroll(*inputs, STEPS)[0], head.unroll(*inputs, STEPS)[0])
+        torch.testing.assert_close(block.unroll(*inputs), head.unroll(*inputs))
 
 
 def test_a_larger_head_goes_on_as_the_same_function(recipe: Any, tmp_path: Path) -> None:
@@ -136,9 +160,9 @@ def test_a_larger_head_goes_on_as_the_same_function(recipe: Any, tmp_path: Path)
     recipe.load_head(head, tmp_path)
     larger = recipe.Eagle3(recipe.replace(head.shape, intermediate_size=80, num_attention_heads=6), head.taps)
     recipe.load_head(larger, tmp_path)
-    inputs = torch.randn(2, LENGTH, 3 * HIDDEN), torch.randn(2, LENGTH, HIDDEN)
+    inputs = torch.randn(2, LENGTH, 3 * HIDDEN), torch.randn(2, LENGTH, HIDDEN), torch.tensor([0, 3, LENGTH]), [3, 3]
     with torch.no_grad():
-        expected, found = head.unroll(*inputs, 2), larger.unroll(*inputs, 2)
+        expected, found = head.unroll(*inputs), larger.unroll(*inputs)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
@@ -236,6 +260,50 @@ def test_the_gradient_of_the_loss_is_autograd_s(recipe: Any, temperature: float)
         found = loop.judge_rows(drafted, wanted, torch.full((5, 1), temperature))
     for each, value in zip(found, (kl, variation, expected), strict=True):
         torch.testing.assert_close(each.double(), value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_windows_are_drawn_while_the_target_s_rows_are_in_memory(recipe: Any) -> None:
+    """Each batch of windows is read once for several steps, and rows stay with their windows."""
+    loop, llama = importlib.import_module("loop"), importlib.import_module("llama")
+    shape = llama.LlamaShape(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=VOCAB,
+    )  # fmt: skip
+    target, given = llama.Llama(shape).requires_grad_(False), []
+
+    def windows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            given.append(torch.randint(VOCAB, (2, 7)))
+            yield given[-1], given[-1] % 5
+
+    settings = replace(recipe.tiny(recipe.FULL), uses=3, pool_batches=2)
+    drawn = loop.drawn_rows(target, windows(), (0, 1, 2), settings)
+    for step in range(12):
+        rows = next(drawn)
+        # Two batches before the first step, then one for three steps.
+        assert len(given) == 2 + step // 3
+        held = torch.cat(given[-2:])
+        found = (rows.tokens[:, None] == held).all(-1)
+        assert found.any(1).all() and len(rows.tokens.unique(dim=0)) == 2
+        assert torch.equal(rows.chosen_at, rows.tokens % 5)
+        features, last = loop.target_rows(target, rows.tokens, (0, 1, 2), torch.float32)
+        torch.testing.assert_close((rows.features, rows.last), (features, last))
+
+
+def test_chains_begin_in_front_of_answers(recipe: Any) -> None:
+    """The first token that a chain drafts is an answer's, and the text goes on for the whole chain."""
+    loop, nobody = importlib.import_module("loop"), importlib.import_module("conversations").NO_ANSWER
+    chosen_at = torch.full((3, 20), nobody)  # of the token after each
+    chosen_at[1, 4:9] = 0
+    chosen_at[2, 12:20] = 100
+    rows = 19
+    roots = loop.draw_roots(chosen_at, 8, 6)
+    assert sorted(roots.tolist()) == [rows + row for row in range(3, 8)] + [2 * rows + row for row in range(11, 14)]
+    more = loop.draw_roots(chosen_at, 3 * 14, 6)
+    assert len(more.unique()) == 3 * 14
+    assert (more % rows).max() == 13
+    assert loop.chain_counts(1000, 4, 0.8) == [960, 768, 640, 512]
+    assert loop.chain_counts(3, 4, 0.5) == [3, 2, 1, 1]
 
 
 def test_rows_are_asked_at_the_temperature_of_their_text(recipe: Any) -> None:
