@@ -169,7 +169,7 @@ class Services:
     def _start_worker(self, place: Place, served: Sequence[Setup]) -> None:
         options = self._options
         on_gpu, is_target = options.device.startswith("cuda"), place.role == "target"
-        arguments = ["--device", "cuda:0" if on_gpu else options.device, *options.worker_args]
+        arguments = ["--device", options.device, *options.worker_args]
         arguments += options.target_args if is_target else options.draft_args
         arguments += _model(options.target if is_target else options.draft)
         if is_target and len(place.gpus) > 1:

@@ -491,6 +491,7 @@ class ResidentModel:
             self._expansions.drop_tree(row)
         if len(seen):
             self.calibration.observe_parents(seen)
+            self.pace.note_hits(best=np.count_nonzero(seen[:, 0] == 0), hits=np.count_nonzero(seen[:, 0] >= 0))
 
     def forget(self, row: int) -> None:
         """Tell the calibration that a session's tree is dropped by a record."""

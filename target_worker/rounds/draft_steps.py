@@ -2,14 +2,15 @@
 
 It is the number with the most expected tokens in the time of steps and round:
 
-    (sessions + gained) / (time of the round + times of the steps)
-    gained = hit rate x sum of the values that the steps expand
+    (sessions + accepted) / (time of the round + times of the steps)
+    accepted = hit rate x sum of the values that the steps expand, and hit rate x best share for each node's row at most
 
-    value      of what a step expands: 1 for a root, else the chance that verification reaches the node; learned for
-               the first, second, .. step of a round, for each session
-    hit rate   share of the places with children at which the target's choice was one of them: a property of drafter and
-               text, whatever the load. Verified or not, so that it says what more rows would bring
-    times      by bucket, of rounds and of steps, so that what was learned under one load serves under another
+    value       of what a step expands, for each session: 1 for a root, else the chance that verification reaches the
+                node. Learned for a round's first step; each further one has as much less as they have had on average
+    hit rate    share of the places with children at which the target's choice was one of them: a property of drafter
+                and text, whatever the load. Verified or not, so that it says what more rows would bring
+    best share  of these hits, those of the likeliest child: where rows are few, a node is all that a place gets
+    times       by bucket, of rounds and of steps, so that what was learned under one load serves under another
 
 A part of the time goes to one step more than pays, for some rounds on end, so that a drafter that has become better is
 noticed.
@@ -22,18 +23,19 @@ import numpy.typing as npt
 
 # Steps before a round: at most, and before anything was measured.
 MOST_STEPS, _FIRST_STEPS = 8, 4
-# Share of the newest step in its value.
+# Share of the newest step in the averages of values.
 _STEP_SHARE = 0.1
 # Places that are remembered.
 _MOST_PLACES = 256
-# What a step expands beyond the one before it, and the hit rate, before anything was measured.
-_PRIOR_DECAY, _PRIOR_HITS = 0.8, 0.6
+# A step's value after the one before it, hit rate and best share, before anything was measured.
+_PRIOR_DECAY, _PRIOR_HITS, _PRIOR_BEST = 0.8, 0.6, 0.8
 # Part of the rounds' time for steps that are not known to pay, and rounds of a trial: the first may have to catch up.
 _EXPLORED, _TRIAL_ROUNDS = 0.01, 3
 
 Floats = npt.NDArray[np.float64]
 RoundRates = Callable[[Floats, float, Floats], Floats]
-"""Expected tokens a nanosecond: given accepted nodes, hit rate and time of the steps, for each number of steps."""
+"""Expected tokens a nanosecond, given accepted nodes, most of them for each verified one, and time of the steps: of each
+number of steps."""
 
 
 class DraftSteps:
@@ -49,8 +51,11 @@ class DraftSteps:
 
     def __init__(self, most: int = MOST_STEPS) -> None:
         self.most = most
-        self._values: Floats = np.power(_PRIOR_DECAY, np.arange(most, dtype=np.float64))
+        self._first, self._decay = 1.0, _PRIOR_DECAY
+        # The step that was noted last: its number and its value.
+        self._noted = (0, 0.0)
         self._hits, self._places = _PRIOR_HITS * _MOST_PLACES / 8, _MOST_PLACES / 8
+        self._best, self._right = _PRIOR_BEST * _MOST_PLACES / 8, _MOST_PLACES / 8
         self._saved_ns, self._trial_rounds = 0.0, 0
         self.is_trial = False
 
@@ -66,8 +71,9 @@ class DraftSteps:
         if not times_ns:
             return min(_FIRST_STEPS, self.most)
         hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self.most])
-        gained = hit_rate * sessions * _sums(self._values)
-        count = int(rates(gained, hit_rate, _sums(steps_ns)).argmax())
+        values = self._first * np.power(self._decay, np.arange(len(steps_ns)))
+        gained = hit_rate * sessions * _sums(values)
+        count = int(rates(gained, hit_rate * self._best / self._right, _sums(steps_ns)).argmax())
         if count == self.most:
             self._trial_rounds = 0
             return count
@@ -90,7 +96,12 @@ class DraftSteps:
             expanded: sum of the values that it has expanded.
             sessions: as `choose` was given.
         """
-        self._values[number] += _STEP_SHARE * (expanded / sessions - self._values[number])
+        value, (last, before) = expanded / sessions, self._noted
+        if not number:
+            self._first += _STEP_SHARE * (value - self._first)
+        elif last == number - 1 and before > 0:
+            self._decay += _STEP_SHARE * (min(value / before, 1.0) - self._decay)
+        self._noted = number, value
 
     def note_trial(self, excess_ns: float) -> None:
         """Take note of how much longer than expected a trial's step has taken: it may have had to catch up."""
@@ -104,11 +115,18 @@ class DraftSteps:
             misses: places with children at which it was none.
             time_ns: of the round and the steps before it.
         """
-        self._hits += hits
-        self._places += hits + misses
-        kept = min(_MOST_PLACES / self._places, 1.0)
-        self._hits, self._places = kept * self._hits, kept * self._places
+        self._hits, self._places = _faded(self._hits + hits, self._places + hits + misses)
         self._saved_ns += _EXPLORED * time_ns
+
+    def note_hits(self, *, best: int, hits: int) -> None:
+        """Learn how many of the hits on the way of committed tokens were those of the likeliest child."""
+        self._best, self._right = _faded(self._best + best, self._right + hits)
+
+
+def _faded(part: float, whole: float) -> tuple[float, float]:
+    """Return both for as many places as are remembered."""
+    kept = min(_MOST_PLACES / max(whole, 1.0), 1.0)
+    return kept * part, kept * whole
 
 
 def _sums(values: Floats) -> Floats:

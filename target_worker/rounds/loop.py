@@ -417,10 +417,10 @@ class RoundLoop:
         if self._drafter is not None and read.sessions:
             own = columns[:, self._drafter.is_drafted[columns[ReportColumn.POOL_ROW]]]
             ends = own[ReportColumn.TREE_END]
-            covered = (ends == TreeEnd.COVERED) & self._drafter.counts_hits[own[ReportColumn.POOL_ROW]]
+            covered, counts = ends == TreeEnd.COVERED, self._drafter.counts_hits[own[ReportColumn.POOL_ROW]]
             self._drafter.pace.note_round(
-                hits=int(own[ReportColumn.ACCEPTED].sum() + np.count_nonzero(covered)),
-                misses=int(np.count_nonzero(ends == TreeEnd.MISSED)),
+                hits=int(own[ReportColumn.ACCEPTED].sum() + np.count_nonzero(covered & counts)),
+                misses=int(np.count_nonzero((ends == TreeEnd.MISSED) | (covered & ~counts))),
                 time_ns=round_ns + drafted_ns,
             )
         return plain_ns, drafted_ns

@@ -78,13 +78,13 @@ class RoundTimes(ABC):
         """
 
     @abstractmethod
-    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+    def drafted_rates(self, demand: Demand, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
         """Return the expected tokens of rounds behind growth steps, in the time of both: [K] a nanosecond.
 
         Args:
             demand: what they serve, prompts apart.
             gained: [K] accepted nodes to expect where all that the steps grow is verified.
-            hit_rate: most of them that one verified node brings.
+            row_yield: most of them that one verified node brings.
             drafted_ns: [K], what the steps take.
         """
 
@@ -150,12 +150,12 @@ class LearnedTimes(RoundTimes):
             return 0, PrefillAllowance(most=most)
         return 0, self._cost.beside(demand.rows, demand.keys, most=most)
 
-    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+    def drafted_rates(self, demand: Demand, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
         """See `RoundTimes`; 0 before anything is known."""
         plain_ns = self._cost.verification_ns(demand.sessions, demand.keys)
         if plain_ns is None:
             return np.zeros(len(gained))
-        nodes_ns = (self._cost.row_ns or 0.0) * gained / max(hit_rate, _LEAST_RATIO)
+        nodes_ns = (self._cost.row_ns or 0.0) * gained / max(row_yield, _LEAST_RATIO)
         return (demand.sessions + gained) / np.maximum(plain_ns + nodes_ns + drafted_ns, 1.0)
 
     def note(self, bucket: int, shape: StepShape, round_ns: int, *, tokens: int, drafted_ns: int = 0) -> None:
@@ -196,12 +196,12 @@ class CapturedTimes(RoundTimes):
         """See `RoundTimes`; 0, for buckets decide."""
         return 0.0
 
-    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+    def drafted_rates(self, demand: Demand, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
         """See `RoundTimes`."""
         numbers, sessions = self._candidates(demand, has_prefill=False), demand.sessions
         rows = np.array([self._buckets[number].rows for number in numbers])
         rounds_ns = np.array([self._captured_ns[number] for number in numbers]) + self._beyond_ns
-        accepted = np.minimum(gained[:, None], hit_rate * (rows - sessions))
+        accepted = np.minimum(gained[:, None], row_yield * (rows - sessions))
         return ((sessions + accepted) / (rounds_ns + drafted_ns[:, None])).max(axis=1)
 
     def plan(self, gains: npt.NDArray[np.int64], demand: Demand) -> tuple[int, PrefillAllowance]:

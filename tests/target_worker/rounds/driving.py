@@ -71,7 +71,7 @@ class FixedTimes(CapturedTimes):
         bucket = 0 if len(self._buckets) == 1 else super().plan(gains, demand)[0]
         return bucket, PrefillAllowance(most=min(demand.missing, self._chunk, self._buckets[bucket].prefill))
 
-    def drafted_rates(self, demand: Demand, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+    def drafted_rates(self, demand: Demand, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
         # As if a round took a second.
         return (demand.sessions + gained) / (1e9 + drafted_ns)
 

@@ -34,10 +34,10 @@ class World:
         # Committed tokens of each session that no step has computed.
         self.gaps = np.zeros(self.sessions, np.int64)
 
-    def expected_rates(self, gained: Floats, hit_rate: float, drafted_ns: Floats) -> Floats:
+    def expected_rates(self, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
         """As `RoundTimes.drafted_rates`: with the best number of nodes."""
         nodes = np.arange(0, self.room + 1) * self.sessions
-        accepted = np.minimum(gained[:, None], hit_rate * nodes)
+        accepted = np.minimum(gained[:, None], row_yield * nodes)
         return ((self.sessions + accepted) / (self.plain_ns + self.node_ns * nodes + drafted_ns[:, None])).max(axis=1)
 
     def times_ns(self) -> list[float]:
@@ -84,6 +84,8 @@ class World:
             # Below what has grown there are no places with children.
             misses = int((hits < grown).sum())
             pace.note_round(hits=int(hits.sum()), misses=misses, time_ns=round_ns + drafted_ns)
+            # A place has one child.
+            pace.note_hits(best=int(hits.sum()), hits=int(hits.sum()))
             tokens += self.sessions + accepted
             total_ns += round_ns + drafted_ns
             # The next step takes what follows a tree along with its first nodes.
