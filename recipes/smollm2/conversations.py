@@ -38,6 +38,8 @@ class ConversationConfig:
         sequences: written at a time.
         tokens: of each.
         user_temperature: of the user's turns; above it they lose their thread.
+        answer_tokens: most tokens of an answer, which ends there. At temperature 0 long answers of a small model go in
+            circles: easy to draft, and nothing to learn from.
         temperatures: of the answers, spread evenly over the sequences.
         opening_share: sequences whose first question begins with an opening.
         seed: with the round's number, decides all of it.
@@ -46,6 +48,7 @@ class ConversationConfig:
     sequences: int = 2048
     tokens: int = 1024
     user_temperature: float = 0.9
+    answer_tokens: int = 192
     temperatures: tuple[float, ...] = (0.0, 1.0, 0.0, 0.7, 0.0, 1.0, 0.0, 0.4)
     opening_share: float = 0.75
     seed: int = 1
@@ -126,7 +129,8 @@ def write_conversations(
     script = torch.randint(first_opening, len(parts), (count,), generator=generator, device=device)
     opened = torch.rand(count, generator=generator, device=device) < config.opening_share
     script = torch.where(opened, script, no_opening)
-    place, answers = torch.zeros_like(script), torch.zeros_like(opened)
+    # Tokens of the script that are put in, and tokens of the turn that were chosen.
+    place, written, answers = torch.zeros_like(script), torch.zeros_like(script), torch.zeros_like(opened)
     offered = torch.tensor(config.temperatures, device=device)
     own = offered[torch.arange(count, device=device) % len(offered)]
     hundredths = (100 * own).round().long()
@@ -139,11 +143,12 @@ def write_conversations(
     for end in range(len(chat.start), config.tokens):
         logits = next_logits(model, tokens[:, begin:end], begin, cache)
         temperature = torch.where(answers, own, config.user_temperature)[:, None]
-        chosen = choose(logits, temperature, generator)
-        is_free = place >= lengths[script]
+        is_free, is_full = place >= lengths[script], answers & (written >= config.answer_tokens)
+        chosen = torch.where(is_full, chat.end_of_turn, choose(logits, temperature, generator))
         tokens[:, end] = torch.where(is_free, chosen, scripts[script, place])
-        chosen_at[:, end] = torch.where(is_free & answers, hundredths, NO_ANSWER)
+        chosen_at[:, end] = torch.where(is_free & answers & ~is_full, hundredths, NO_ANSWER)
         has_ended = is_free & (chosen == chat.end_of_turn)
+        written = torch.where(has_ended, 0, written + is_free)
         place = torch.where(has_ended, 0, torch.where(is_free, place, place + 1))
         script = torch.where(has_ended, torch.where(answers, to_user, to_assistant), script)
         answers = answers ^ has_ended

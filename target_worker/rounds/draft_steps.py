@@ -26,7 +26,7 @@ MOST_STEPS, _FIRST_STEPS = 8, 4
 # Share of the newest step in the averages of values.
 _STEP_SHARE = 0.1
 # Places that are remembered.
-_MOST_PLACES = 256
+_MOST_PLACES = 128
 # A step's value after the one before it, hit rate and best share, before anything was measured.
 _PRIOR_DECAY, _PRIOR_HITS, _PRIOR_BEST = 0.8, 0.6, 0.8
 # Part of the rounds' time for steps that are not known to pay, and rounds of a trial: the first may have to catch up.

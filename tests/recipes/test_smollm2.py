@@ -53,7 +53,9 @@ def test_conversations_follow_the_template(recipe: Any, target: Path) -> None:
     assert tokenizer.decode(chat.start) == f"{START}system\nHi{END}\n{START}user\n"
     assert tokenizer.decode(chat.to_assistant) == f"\n{START}assistant\n"
     assert tokenizer.decode(chat.to_user) == f"\n{START}user\n"
-    config = conversations.ConversationConfig(sequences=16, tokens=400, temperatures=(1.0, 0.5), opening_share=0.5)
+    config = conversations.ConversationConfig(
+        sequences=16, tokens=400, answer_tokens=400, temperatures=(1.0, 0.5), opening_share=0.5
+    )
     model = load(recipe, target)
     tokens, chosen_at = conversations.write_conversations(model, chat, config, number=3, dtype=torch.float32)
     answered, opened = 0, 0
@@ -71,6 +73,25 @@ def test_conversations_follow_the_template(recipe: Any, target: Path) -> None:
     other = conversations.write_conversations(model, chat, config, number=4, dtype=torch.float32)
     assert torch.equal(again[0], tokens)
     assert not torch.equal(other[0], tokens)
+
+
+def test_answers_end_where_they_are_long_enough(recipe: Any, target: Path) -> None:
+    conversations = importlib.import_module("conversations")
+    chat = conversations.chat_format(AutoTokenizer.from_pretrained(target))
+    config = conversations.ConversationConfig(sequences=16, tokens=300, answer_tokens=5)
+    tokens, chosen_at = conversations.write_conversations(
+        load(recipe, target), chat, config, number=0, dtype=torch.float32
+    )
+    longest = 0
+    for row, at in zip(tokens.tolist(), chosen_at.tolist(), strict=True):
+        length = 0
+        for place, hundredths in enumerate(at):
+            length = 0 if hundredths == conversations.NO_ANSWER else length + 1
+            longest = max(longest, length)
+            if length == 5 and place + 1 < len(row) and row[place] != chat.end_of_turn:
+                # Nobody has chosen the end that follows.
+                assert (row[place + 1], at[place + 1]) == (chat.end_of_turn, conversations.NO_ANSWER)
+    assert longest == 5
 
 
 def test_greedy_answers_are_the_models_own(recipe: Any, target: Path) -> None:
