@@ -4,8 +4,9 @@
 #   sh recipes/smollm2/all.sh WORK [MINUTES]
 #
 # About twenty minutes, unless MINUTES says otherwise, and some more for what they are worth. With several GPUs all of
-# them write the text, and the draft is trained beside head and block drafter: it has three times as long, they twice. WORK gets everything: target (fetched unless it is there), text, draft, eagle/head, block/head, a
-# report.json of each, and acceptance.json. Text and draft go on where they have stopped.
+# them write the text; then draft and block drafter are trained on the first, and the head on the second. WORK gets
+# everything: target (fetched unless it is there), text, draft, eagle/head, block/head, a report.json of each, and
+# acceptance.json. Text and draft go on where they have stopped.
 # PYTHON names another interpreter, and CUDA_VISIBLE_DEVICES picks GPUs.
 set -eu
 [ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
@@ -71,21 +72,31 @@ train_draft() {
     "$python" "$recipes/smollm2/train.py" --work "$work" --stages train export report --train-minutes "$1"
 }
 
-# train_heads SHARE SHARE: of the time, for the head and for the block drafter
-train_heads() {
+# train_eagle SHARE: of the time
+train_eagle() {
     train_head eagle --feed-forward 4096 --seconds "$(seconds_of "$1")"
-    train_head block --block --feed-forward 4096 --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(seconds_of "$2")"
+}
+
+# train_block SHARE: it begins with what the head has learned by then
+train_block() {
+    train_head block --block --feed-forward 4096 --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(seconds_of "$1")"
+}
+
+train_draft_and_block() {
+    train_draft "$(minutes_of 0.45)"
+    train_block 0.33
 }
 
 if [ "$gpus" -gt 1 ]; then
-    write_text "$(minutes_of 0.15)"
-    on_gpu 0 train_draft "$(minutes_of 0.8)" & draft=$!
-    (on_gpu 1 train_heads 0.46 0.32)
+    write_text "$(minutes_of 0.18)"
+    on_gpu 0 train_draft_and_block & draft=$!
+    (on_gpu 1 train_eagle 0.8)
     wait $draft
 else
     write_text "$(minutes_of 0.2)"
-    train_draft "$(minutes_of 0.28)"
-    train_heads 0.22 0.17
+    train_draft "$(minutes_of 0.25)"
+    train_eagle 0.3
+    train_block 0.15
 fi
 "$python" "$recipes/smollm2/acceptance.py" --target "$work/target" --draft "$work/draft" --head "$work/eagle/head" \
     --block "$work/block/head" --ngram --output-json "$work/acceptance.json"
