@@ -370,7 +370,7 @@ class ResidentModel:
                 bucket = self._first_bucket(rows[~self._is_new[rows]], len(rows), is_sync=is_sync)
             elif is_sync:
                 # The widest of those that hold no prompts.
-                bucket = max(len(program.buckets) - 2, 0)
+                bucket = max(program.for_prompts - 1, 0)
             else:
                 bucket = self._bucket_as_before(number, len(rows))
             program.launch(bucket, processes=processes, is_first=number == 0)
@@ -390,19 +390,29 @@ class ResidentModel:
             is_sync: whether the bucket may depend on nothing that was measured.
         """
         opening, program = self._opening[rows], self._program
-        holds_prompts, committed = len(program.buckets) - 1, self._committed.of(sessions) + self._rested * sessions
+        committed = self._committed_rows(sessions, is_sync=is_sync)
         has_long = (opening > SHORT_GAP).any() or self._committed.each + self._rested > SHORT_GAP
         if has_long or self._is_blocked:
-            self._is_blocked = False
             # As `select` shares a chunk.
             is_long, left = opening > SHORT_GAP, self._growth.max_step_tokens
             taken = np.minimum(opening, np.maximum(left - (np.cumsum(is_long * opening) - is_long * opening), 0))
-            self._opening[rows] -= np.where(is_long, taken, opening)
-            return holds_prompts
+            taken = np.where(is_long, taken, opening)
+            self._opening[rows] -= taken
+            needed = program.buckets[-1].rows if self._is_blocked else committed + int(taken.sum())
+            self._is_blocked = False
+            return program.holding(needed, sessions, first=program.for_prompts)
         self._opening[rows] = 0
         if self._rested or opening.any() or is_sync:
             return program.holding(committed + int(opening.sum()), sessions)
         return self._bucket_as_before(0, sessions)
+
+    def _committed_rows(self, sessions: int, *, is_sync: bool) -> int:
+        """Return how many rows of committed tokens a round's first step may have to compute."""
+        (_, roots, before), most = self._early[0], self._committed.of(sessions)
+        if self._rested or is_sync:
+            return most + self._rested * sessions
+        # As many as last time and half as many again, if the load was about the same.
+        return min(most, roots + roots // 2 + SHORT_GAP) if before <= 2 * sessions <= 4 * before else most
 
     def _bucket_as_before(self, number: int, sessions: int) -> int:
         """Return the bucket of a step without prompts, by the last one like it if the load was about the same."""
@@ -451,13 +461,13 @@ class ResidentModel:
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        holds_prompts = len(program.buckets) - 1
+        widest = len(program.buckets) - 1
         if gains[step.bucket] >= 0:
-            if step.bucket != holds_prompts:
+            if step.bucket < program.for_prompts:
                 self._early[step.number] = gains, min(needed, in_step), step.sessions
-        elif gains[holds_prompts] >= 0:
+        elif gains[widest] >= 0:
             # Otherwise it waits for slots.
-            self._is_blocked |= all(other.bucket != holds_prompts for other in self._under_way)
+            self._is_blocked |= all(other.bucket != widest for other in self._under_way)
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1

@@ -34,8 +34,8 @@ _EXPLORED, _TRIAL_ROUNDS = 0.01, 3
 
 Floats = npt.NDArray[np.float64]
 RoundRates = Callable[[Floats, float, Floats], Floats]
-"""Expected tokens a nanosecond, given accepted nodes, most of them for each verified one, and time of the steps: of each
-number of steps."""
+"""Expected tokens a nanosecond, for each number of steps: given accepted nodes, most of them that one verified node
+brings, and the time of the steps."""
 
 
 class DraftSteps:

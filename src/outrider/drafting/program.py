@@ -61,6 +61,8 @@ _LEAST_RECORDS, _SESSION_RECORDS = 4096, 16
 _CPU = torch.device("cpu")
 # Rows and sessions of the buckets on a GPU: in between a step takes as long as in the next larger one.
 _RUNGS, _SESSIONS = (8, 32, 64, 128, 256, 512, 1024), (1, 16, 64)
+# Rows of steps that compute prompts, beside the most that there can be: most prompts are short.
+_PROMPT_RUNGS = (256, 512, 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Bucket:
     sessions: int  # sessions that fit
     most: int  # most rows of one session
     entries: int  # most entries that are expanded
+    holds_prompts: bool = False  # else gaps are short
 
     @property
     def lines(self) -> int:
@@ -99,7 +102,7 @@ class CommittedRows:
 def growth_buckets(
     config: GrowthConfig, sessions: int, *, on_gpu: bool, committed: CommittedRows, least_rows: int = 1
 ) -> list[Bucket]:
-    """Return the buckets of steps of so many sessions, smallest first.
+    """Return the buckets of steps of so many sessions, smallest first; those for prompts come last.
 
     A CPU computes no padding, so one bucket serves all steps there.
 
@@ -112,7 +115,7 @@ def growth_buckets(
     most = max(config.max_session_nodes, SHORT_GAP)
     if not on_gpu:
         rows = chunk + entries + SHORT_GAP * sessions
-        return [Bucket(rows=rows, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
+        return [Bucket(rows=rows, sessions=sessions, most=chunk + SHORT_GAP, entries=entries, holds_prompts=True)]
     found: set[Bucket] = set()
     for fitting in (*(count for count in _SESSIONS if count < sessions), sessions):
         # What all of them have committed fits into the widest, beside the nodes that are expanded.
@@ -121,8 +124,13 @@ def growth_buckets(
             if fitting <= rows:
                 found.add(Bucket(rows=rows, sessions=fitting, most=min(most, rows), entries=min(entries, rows)))
     buckets = sorted(found, key=lambda bucket: (bucket.rows, bucket.sessions))
-    widest = max(bucket.rows for bucket in buckets)
-    return [*buckets, Bucket(rows=chunk + widest, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
+    widest = chunk + max(bucket.rows for bucket in buckets)
+    for rows in (*(rung for rung in _PROMPT_RUNGS if sessions <= rung < widest), widest):
+        longest = min(chunk + SHORT_GAP, rows)
+        buckets.append(
+            Bucket(rows=rows, sessions=sessions, most=longest, entries=min(entries, rows), holds_prompts=True)
+        )
+    return buckets
 
 
 class GrowthProgram:
@@ -176,6 +184,7 @@ class GrowthProgram:
         # Where each commit makes a gap, the smallest bucket has room for a session's.
         least_rows = SHORT_GAP if regrows else 1
         self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu, committed=committed, least_rows=least_rows)
+        self.for_prompts = next(number for number, bucket in enumerate(self.buckets) if bucket.holds_prompts)
         # times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
         self.times_ns = self.reading_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
@@ -298,12 +307,11 @@ class GrowthProgram:
                 best, best_rate = bucket, rate
         return best
 
-    def holding(self, rows: int, sessions: int) -> int:
-        """Return the first bucket that holds so many rows and sessions; the last one if none does."""
-        found = (
-            number for number, bucket in enumerate(self.buckets) if bucket.rows >= rows and bucket.sessions >= sessions
-        )
-        return next(found, len(self.buckets) - 1)
+    def holding(self, rows: int, sessions: int, *, first: int = 0) -> int:
+        """Return a bucket, from `first` on, that holds so many rows and sessions; the last one if none does."""
+        numbers, buckets = range(first, len(self.buckets)), self.buckets
+        found = (number for number in numbers if buckets[number].rows >= rows and buckets[number].sessions >= sessions)
+        return next(found, len(buckets) - 1)
 
     def launch(self, bucket: int, *, processes: bool, is_first: bool = True) -> None:
         """Run a step, perhaps with processors; on a GPU nothing is waited for.

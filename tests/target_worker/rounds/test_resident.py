@@ -267,6 +267,26 @@ def test_a_prompt_gets_a_bucket_that_holds_it(checkpoint: Path, reference_model)
 
 
 @pytest.mark.usefixtures("gpu_buckets")
+def test_a_prompt_gets_no_larger_bucket_than_it_needs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(program, "_PROMPT_RUNGS", (32, 64))
+    resident, for_prompts = Resident(checkpoint, checkpoint), list[int]()
+    steps, launch = resident.drafter._program, resident.drafter._program.launch
+
+    def noted(bucket: int, *, processes: bool, is_first: bool) -> None:
+        if steps.buckets[bucket].holds_prompts:
+            for_prompts.append(steps.buckets[bucket].rows)
+        launch(bucket, processes=processes, is_first=is_first)
+
+    monkeypatch.setattr(steps, "launch", noted)
+    driver = Driver(resident.loop)
+    for number, length in enumerate((20, 50, 80)):
+        driver.open(number, replace(GREEDY, max_new_tokens=12), [], no_tree, prompt=[7] * length)
+        driver.run()
+        assert accepted(driver, number) > 2
+    assert for_prompts == [32, 64, steps.buckets[-1].rows]
+
+
+@pytest.mark.usefixtures("gpu_buckets")
 def test_where_one_rests_prompts_of_many_are_computed(checkpoint: Path, reference_model):
     """One takes turns with the others, so that now one and now seven of them go on."""
     resident = Resident(checkpoint, checkpoint)

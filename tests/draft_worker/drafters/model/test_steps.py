@@ -52,6 +52,17 @@ def test_there_are_buckets_for_nodes_and_for_commits_of_all_sessions(sessions: i
     assert max(bucket.entries for bucket in buckets) == config.max_step_nodes
 
 
+def test_short_prompts_have_smaller_buckets_than_a_chunk():
+    config = GrowthConfig(**step_defaults("cuda"), max_step_tokens=2048)
+    buckets = growth_buckets(config, 64, on_gpu=True, committed=CommittedRows())
+    numbers = [number for number, bucket in enumerate(buckets) if bucket.holds_prompts]
+    assert numbers == list(range(numbers[0], len(buckets)))
+    widest = max(bucket.rows for bucket in buckets[: numbers[0]])
+    assert [buckets[number].rows for number in numbers] == [256, 512, 1024, 2048 + widest]
+    assert [buckets[number].most for number in numbers] == [256, 512, 1024, 2048 + SHORT_GAP]
+    assert all(buckets[number].sessions == 64 for number in numbers)
+
+
 def test_the_prompt_is_computed_in_chunks_beside_which_others_grow():
     bench = Bench(max_step_tokens=20)
     first = bench.open(1, max_depth=30)
