@@ -501,7 +501,8 @@ class ResidentModel:
             self._expansions.drop_tree(row)
         if len(seen):
             self.calibration.observe_parents(seen)
-            self.pace.note_hits(best=np.count_nonzero(seen[:, 0] == 0), hits=np.count_nonzero(seen[:, 0] >= 0))
+            committed = seen[:, 0]
+            self.pace.note_hits(best=int((committed == 0).sum()), hits=int((committed >= 0).sum()))
 
     def forget(self, row: int) -> None:
         """Tell the calibration that a session's tree is dropped by a record."""
