@@ -275,8 +275,8 @@ class ResidentModel:
         self._under_way: deque[_Step] = deque()
         # Rounds since the last one with steps, and whether steps of the round that is read had anything to do.
         self._rested, self._has_begun = 0, False
-        # Whether a session has not fitted into a step since the last one that holds prompts.
-        self._is_blocked = False
+        # Rows of committed tokens for which a step had no room, since the last one that holds prompts; 0 if none had.
+        self._unfit = 0
         self._read = 0
         # By row: tokens of the opening that no launched step computes, and rows that the device may not know yet.
         self._opening, self._is_new = np.zeros(pool.sessions, np.int64), np.zeros(pool.sessions, np.bool_)
@@ -392,21 +392,20 @@ class ResidentModel:
         opening, program = self._opening[rows], self._program
         committed = self._committed_rows(sessions, is_sync=is_sync)
         has_long = (opening > SHORT_GAP).any() or self._committed.each + self._rested > SHORT_GAP
-        if has_long or self._is_blocked:
+        if has_long or self._unfit:
             # As `select` shares a chunk.
             is_long, left = opening > SHORT_GAP, self._growth.max_step_tokens
             taken = np.minimum(opening, np.maximum(left - (np.cumsum(is_long * opening) - is_long * opening), 0))
             taken = np.where(is_long, taken, opening)
             self._opening[rows] -= taken
-            needed = program.buckets[-1].rows if self._is_blocked else committed + int(taken.sum())
-            self._is_blocked = False
+            needed, self._unfit = self._unfit + committed + int(taken.sum()), 0
             return program.holding(needed, sessions, first=program.for_prompts)
         self._opening[rows] = 0
         if self._rested or opening.any() or is_sync:
             return program.holding(committed + int(opening.sum()), sessions)
         return self._bucket_as_before(0, sessions)
 
-    def _committed_rows(self, sessions: int, *, is_sync: bool) -> int:
+    def _committed_rows(self, sessions: int, *, is_sync: bool = False) -> int:
         """Return how many rows of committed tokens a round's first step may have to compute."""
         (_, roots, before), most = self._early[0], self._committed.of(sessions)
         if self._rested or is_sync:
@@ -420,7 +419,8 @@ class ResidentModel:
         if before <= 2 * sessions <= 4 * before:
             found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
             if program.buckets[found].sessions >= sessions:
-                return found
+                # What a round commits varies, and who has no room waits for the next round.
+                return found if number else max(found, program.holding(self._committed_rows(sessions), sessions))
         return self._usual_bucket(number, sessions)
 
     def _reads(self, number: int) -> bool:
@@ -461,13 +461,12 @@ class ResidentModel:
         counts, words = report[REPORT_HEADER:][:REPORT_COUNTS].tolist(), report[REPORT_HEADER + REPORT_COUNTS :]
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
-        widest = len(program.buckets) - 1
         if gains[step.bucket] >= 0:
             if step.bucket < program.for_prompts:
                 self._early[step.number] = gains, min(needed, in_step), step.sessions
-        elif gains[widest] >= 0:
-            # Otherwise it waits for slots.
-            self._is_blocked |= all(other.bucket != widest for other in self._under_way)
+        elif gains[-1] >= 0 and all(program.buckets[other.bucket].rows < needed for other in self._under_way):
+            # Otherwise it waits for slots, or a step under way has room.
+            self._unfit = max(self._unfit, needed)
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1
