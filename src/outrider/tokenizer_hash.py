@@ -1,4 +1,4 @@
-"""A name for what a tokenizer's ids stand for (torch-free)."""
+"""A name for what a tokenizer does: with equal hashes every token id stands for the same text (torch-free)."""
 
 import hashlib
 import json
@@ -7,16 +7,13 @@ from typing import Any
 
 from outrider.errors import CheckpointError
 
+# What decides which text an id stands for and which ids a text becomes. Truncation, padding and the post-processor
+# (special tokens around a prompt) do not, and differ between checkpoints of one family.
+_CONTENT = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
+
 
 def tokenizer_hash(checkpoint: str | Path) -> str:
-    """Return SHA-256 (hex) over the tokens of a tokenizer.json and their ids.
-
-    With equal hashes every id is the same token. How a text is split into tokens is left out: a coordinator alone does
-    that, and two conversions of one GGUF file describe it in different words.
-
-    Raises:
-        CheckpointError: there is no such file, or it is no tokenizer.
-    """
+    """Return SHA-256 (hex) over the canonical content of a tokenizer.json; CheckpointError where it is none."""
     path = Path(checkpoint) / "tokenizer.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -24,13 +21,17 @@ def tokenizer_hash(checkpoint: str | Path) -> str:
         raise CheckpointError(f"{path}: no tokenizer.json; save the tokenizer in its fast form") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict) or not isinstance(model := document.get("model"), dict) or "vocab" not in model:
-        raise CheckpointError(f"{path}: not a tokenizer of the tokenizers library (no vocabulary)")
-    added = {token["content"]: token["id"] for token in document.get("added_tokens") or []}
-    text = json.dumps(_ids(model["vocab"]) | added, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    if not isinstance(document, dict) or "model" not in document:
+        raise CheckpointError(f"{path}: not a tokenizer of the tokenizers library (no `model`)")
+    content = {name: document.get(name) for name in _CONTENT}
+    content["model"] = _canonical_model(document["model"])
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def _ids(vocab: Any) -> dict[str, int]:
-    """Ids by token; a Unigram model lists its tokens in their order, each with a score."""
-    return vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
+def _canonical_model(model: dict[str, Any]) -> dict[str, Any]:
+    """Merges as pairs: files of older versions hold them as one string with a space."""
+    merges = model.get("merges")
+    if not merges:
+        return model
+    return model | {"merges": [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in merges]}

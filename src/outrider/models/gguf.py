@@ -6,11 +6,13 @@ needs no PyTorch: `python -m outrider.models.gguf FILE` makes it.
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import struct
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +27,12 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MOST_TEXT = 1 << 16
 # What a tokenizer's special tokens are called: by transformers, and in a file.
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Of a byte-level BPE tokenizer, which files call gpt2: any text is bytes, and every byte has a token.
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+_BYTE_LEVEL_MODEL = {
+    "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
+    "byte_fallback": False,
+}  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -112,6 +120,7 @@ def _read_text(content: BinaryIO) -> str:
 
 
 def _write(file: Path, folder: Path) -> None:
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -126,22 +135,37 @@ def _write(file: Path, folder: Path) -> None:
             use_safetensors=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **place, trust_remote_code=False)
-        _take_special_tokens(tokenizer, file)
+        fields = gguf.GGUFReader(file).fields
+        _take_special_tokens(tokenizer, fields)
     except Exception as error:  # what the library raises for a broken file is of any kind
         raise CheckpointError(f"{file}: no model can be read from it: {' '.join(str(error).split())[:300]}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    kind = fields.get("tokenizer.ggml.model")
+    if kind is not None and kind.contents() == "gpt2":
+        describe_byte_level(folder / "tokenizer.json")
 
 
-def _take_special_tokens(tokenizer: Any, file: Path) -> None:
+def describe_byte_level(file: Path) -> None:
+    """Write a byte-level BPE tokenizer as its kind is published, whatever version of transformers has converted it.
+
+    Some versions give it SentencePiece's ways with bytes and spaces, and a draft and a target of one model then seem to
+    have different tokenizers.
+    """
+    document = json.loads(file.read_text(encoding="utf-8"))
+    document |= {"normalizer": None, "decoder": _BYTE_LEVEL}
+    if document["pre_tokenizer"]["type"] == "ByteLevel":
+        document["pre_tokenizer"] = _BYTE_LEVEL | {"add_prefix_space": False}
+    document["model"] |= _BYTE_LEVEL_MODEL
+    file.write_text(json.dumps(document, ensure_ascii=False, indent=2), encoding="utf-8")
+
+
+def _take_special_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> None:
     """Give the tokenizer the special tokens that the file names.
 
     Some versions of transformers put the tokenizer class's own in their place: with 5.17 SmolLM2's turns would end with
     the token that begins them.
     """
-    import gguf
-
-    fields = gguf.GGUFReader(file).fields
     for name, in_file in _SPECIAL.items():
         field = fields.get(f"tokenizer.ggml.{in_file}_token_id")
         if field is not None:

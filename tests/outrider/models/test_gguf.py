@@ -1,5 +1,7 @@
 """A `.gguf` file becomes a checkpoint that says what the file's model says."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from outrider.deploy.config import DeployConfig
 from outrider.deploy.plan import make_plan
 from outrider.errors import CheckpointError, MissingPackage
 from outrider.models import gguf as own
+from outrider.tokenizer_hash import tokenizer_hash
 
 gguf: Any = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 pytest.importorskip("accelerate", reason="the extra gguf is not installed")
@@ -115,6 +118,28 @@ def test_logits_are_those_that_transformers_gives_of_the_file(tmp_path: Path, ki
     assert tokenizer.chat_template == TEMPLATE
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id)
     assert special == (0, 1, 2, 3)
+
+
+def test_versions_of_transformers_describe_one_tokenizer_in_one_way(tmp_path: Path):
+    """What 5.17 makes of a byte-level tokenizer becomes what 5.23 makes of it."""
+    model, file = tiny_llama(heads=4, kv_heads=2, head_dim=16, is_tied=True), tmp_path / "tiny.gguf"
+    write(file, model, gguf.GGMLQuantizationType.F32)
+    folder = own.checkpoint_of_gguf(file, tmp_path / "cache")
+    written = folder / "tokenizer.json"
+    document = json.loads(written.read_text(encoding="utf-8"))
+    other = Path(shutil.copytree(folder, tmp_path / "other")) / "tokenizer.json"
+    spaces = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    sequence = [{"type": "ByteFallback"}, {"type": "Fuse"}, spaces, document["decoder"]]
+    document |= {
+        "normalizer": {"type": "Sequence", "normalizers": []},
+        "pre_tokenizer": document["pre_tokenizer"] | {"trim_offsets": False},
+        "decoder": {"type": "Sequence", "decoders": sequence},
+    }
+    document["model"] |= {"unk_token": TOKENS[0], "fuse_unk": True, "byte_fallback": True}
+    other.write_text(json.dumps(document), encoding="utf-8")
+    assert tokenizer_hash(other.parent) != tokenizer_hash(folder)
+    own.describe_byte_level(other)
+    assert tokenizer_hash(other.parent) == tokenizer_hash(folder)
 
 
 def test_a_file_is_read_once_and_another_of_its_name_anew(tmp_path: Path):
