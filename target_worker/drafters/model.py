@@ -256,7 +256,9 @@ class ResidentModel:
             prior_strength=growth.prior_strength,
             decay=growth.calibration_decay,
         )
-        self.pace, self.steps, self._vocab_size = DraftSteps(draft.most_steps), 0, draft.vocab_size
+        # Beyond the depth of a block nothing can grow.
+        self.pace = DraftSteps(min(draft.most_steps, draft.max_depth or draft.most_steps))
+        self.steps, self._vocab_size = 0, draft.vocab_size
         self._committed = CommittedRows(each=draft.session_rows, total=round_rows)
         self._program = ResidentProgram(
             draft, self.calibration, pool, place=place, records=records, committed=self._committed

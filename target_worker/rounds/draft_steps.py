@@ -6,7 +6,8 @@ It is the number with the most expected tokens in the time of steps and round:
     accepted = hit rate x sum of the values that the steps expand, and hit rate x best share for each node's row at most
 
     value       of what a step expands, for each session: 1 for a root, else the chance that verification reaches the
-                node. Learned for a round's first step; each further one has as much less as they have had on average
+                node. Learned for a round's first step, and for each further one how much less it is than that of the
+                step before
     hit rate    share of the places with children at which the target's choice was one of them: a property of drafter
                 and text, whatever the load. Verified or not, so that it says what more rows would bring
     best share  of these hits, those of the likeliest child: where rows are few, a node is all that a place gets
@@ -28,7 +29,7 @@ _STEP_SHARE = 0.1
 # Places that are remembered.
 _MOST_PLACES = 128
 # A step's value after the one before it, hit rate and best share, before anything was measured.
-_PRIOR_DECAY, _PRIOR_HITS, _PRIOR_BEST = 0.8, 0.6, 0.8
+_PRIOR_RATIO, _PRIOR_HITS, _PRIOR_BEST = 0.8, 0.6, 0.8
 # Part of the rounds' time for steps that are not known to pay, and rounds of a trial: the first may have to catch up.
 _EXPLORED, _TRIAL_ROUNDS = 0.01, 3
 
@@ -51,9 +52,10 @@ class DraftSteps:
 
     def __init__(self, most: int = MOST_STEPS) -> None:
         self.most = most
-        self._first, self._decay = 1.0, _PRIOR_DECAY
-        # The step that was noted last: its number and its value.
-        self._noted = (0, 0.0)
+        # Value of the first step, and of each further one the ratio to the value of the one before.
+        self._first, self._ratios = 1.0, np.full(most - 1, _PRIOR_RATIO)
+        # The step of this round that was noted last: its number and its value.
+        self._noted = (-1, 0.0)
         self._hits, self._places = _PRIOR_HITS * _MOST_PLACES / 8, _MOST_PLACES / 8
         self._best, self._right = _PRIOR_BEST * _MOST_PLACES / 8, _MOST_PLACES / 8
         self._saved_ns, self._trial_rounds = 0.0, 0
@@ -71,7 +73,7 @@ class DraftSteps:
         if not times_ns:
             return min(_FIRST_STEPS, self.most)
         hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self.most])
-        values = self._first * np.power(self._decay, np.arange(len(steps_ns)))
+        values = self._first * np.cumprod(np.concatenate(([1.0], self._ratios[: len(steps_ns) - 1])))
         gained = hit_rate * sessions * _sums(values)
         count = int(rates(gained, hit_rate * self._best / self._right, _sums(steps_ns)).argmax())
         if count == self.most:
@@ -100,7 +102,7 @@ class DraftSteps:
         if not number:
             self._first += _STEP_SHARE * (value - self._first)
         elif last == number - 1 and before > 0:
-            self._decay += _STEP_SHARE * (min(value / before, 1.0) - self._decay)
+            self._ratios[last] += _STEP_SHARE * (min(value / before, 1.0) - self._ratios[last])
         self._noted = number, value
 
     def note_trial(self, excess_ns: float) -> None:
@@ -115,6 +117,7 @@ class DraftSteps:
             misses: places with children at which it was none.
             time_ns: of the round and the steps before it.
         """
+        self._noted = (-1, 0.0)
         self._hits, self._places = _faded(self._hits + hits, self._places + hits + misses)
         self._saved_ns += _EXPLORED * time_ns
 

@@ -95,8 +95,8 @@ class SafetensorsSource:
 
     @property
     def number_count(self) -> int:
-        """Numbers of all tensors."""
-        return sum(math.prod(self._slice(name).get_shape()) for name in self._file_of)
+        """Numbers of all tensors that it hands out."""
+        return sum(math.prod(self._shape(name)) for name in self.names)
 
     def stores(self, name: str) -> bool:
         """Whether the checkpoint has the tensor."""
@@ -111,12 +111,10 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.place}: {len(absent)} weights are missing, {absent[0]} first; "
                                   "copy or save the checkpoint again")  # fmt: skip
         for name, shape in shapes.items():
-            found = self._slice(name)
-            given, dtype = tuple(found.get_shape()), found.get_dtype()
-            if _rows_of(name) in self._file_of and dtype in _FLOATS:
-                self._check_rows(name, given[0], shape)
-                given = shape[:1] + given[1:]
-            if given != shape:
+            dtype = self._slice(name).get_dtype()
+            if _rows_of(name) in self._file_of:
+                self._check_rows(name)
+            if (given := self._shape(name)) != shape:
                 raise CheckpointError(f"{self._path(name)}: {name} has shape {list(given)}, "
                                       f"{list(shape)} needed after config.json")  # fmt: skip
             if dtype == _SCALED:
@@ -153,14 +151,21 @@ class SafetensorsSource:
         rows = _rows_of(name)
         return stored[self._slice(rows)[part].long()] if rows in self._file_of else stored
 
-    def _check_rows(self, name: str, count: int, shape: tuple[int, ...]) -> None:
-        """Check which of `count` rows each row of a matrix is."""
-        rows = _rows_of(name)
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what is handed out."""
+        stored, rows = tuple(self._slice(name).get_shape()), _rows_of(name)
+        return stored if rows not in self._file_of else (*self._slice(rows).get_shape(), *stored[1:])
+
+    def _check_rows(self, name: str) -> None:
+        """Check which of the stored rows each row of a matrix is."""
+        rows, (count, *_) = _rows_of(name), self._slice(name).get_shape()
         found = self._slice(rows)
-        given = list(found.get_shape())
-        if given != [shape[0]] or found.get_dtype() not in _INTEGERS:
-            raise CheckpointError(f"{self._path(rows)}: {rows} is {found.get_dtype()} of shape {given}, "
-                                  f"[{shape[0]}] whole numbers needed after config.json")  # fmt: skip
+        if self._slice(name).get_dtype() not in _FLOATS:
+            raise CheckpointError(f"{self._path(name)}: {name} is {self._slice(name).get_dtype()} and has {rows}, "
+                                  "for which floats are needed")  # fmt: skip
+        if len(found.get_shape()) != 1 or found.get_dtype() not in _INTEGERS:
+            raise CheckpointError(f"{self._path(rows)}: {rows} is {found.get_dtype()} of shape "
+                                  f"{list(found.get_shape())}, a list of whole numbers needed")  # fmt: skip
         least, most = (int(each) for each in found[:].aminmax())
         if least < 0 or most >= count:
             raise CheckpointError(f"{self._path(rows)}: {rows} names row {least if least < 0 else most}, and {name} "

@@ -109,22 +109,22 @@ def shared(tmp_path: Path) -> Callable[..., SafetensorsSource]:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_that_are_stored_once(shared: Callable[..., SafetensorsSource], dtype: torch.dtype) -> None:
-    row_of = torch.tensor([3, 0, 2, 2, 1, 2])
+    row_of = torch.tensor([3, 0, 2, 2, 1, 2, 0, 0])
     source, whole = shared(row_of.to(dtype)), TENSORS["first"][row_of]
-    source.check({"matrix": (6, 3)})
+    source.check({"matrix": (8, 3)})
     assert torch.equal(source.tensor("matrix"), whole)
     assert torch.equal(source.rows("matrix", 1, 5), whole[1:5])
     assert torch.equal(source.columns("matrix", 1, 3), whole[:, 1:3])
     assert source.names == {"matrix"}
-    assert source.number_count == 12 + 6
+    assert source.number_count == whole.numel()
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([0, 1, 2], r"matrix_rows is I32 of shape \[3\], \[4\] whole numbers needed after config.json"),
-        ([[0, 1, 2, 3]], r"matrix_rows is I32 of shape \[1, 4\], \[4\] whole numbers needed"),
-        ([0.0, 1.0, 2.0, 3.0], r"matrix_rows is F32 of shape \[4\], \[4\] whole numbers needed"),
+        ([0, 1, 2], r"matrix has shape \[3, 3\], \[4, 3\] needed after config.json"),
+        ([[0, 1, 2, 3]], r"matrix_rows is I32 of shape \[1, 4\], a list of whole numbers needed"),
+        ([0.0, 1.0, 2.0, 3.0], r"matrix_rows is F32 of shape \[4\], a list of whole numbers needed"),
         ([0, 1, 4, 3], r"model.safetensors: matrix_rows names row 4, and matrix has 4"),
         ([0, -1, 4, 3], "matrix_rows names row -1, and matrix has 4"),
     ],
@@ -133,6 +133,11 @@ def test_rows_that_are_not_there(shared: Callable[..., SafetensorsSource], rows:
     given = torch.tensor(rows)
     with pytest.raises(CheckpointError, match=message):
         shared(given if given.is_floating_point() else given.int()).check({"matrix": (4, 3)})
+
+
+def test_rows_of_eight_bits_are_all_stored(shared: Callable[..., SafetensorsSource]) -> None:
+    with pytest.raises(CheckpointError, match="matrix is F8_E4M3 and has matrix_rows, for which floats are needed"):
+        shared(torch.zeros(6, dtype=torch.int32), TENSORS["first"].to(torch.float8_e4m3fn)).check({"matrix": (6, 3)})
 
 
 def test_rows_of_another_width(shared: Callable[..., SafetensorsSource]) -> None:

@@ -186,6 +186,47 @@ def test_a_drafter_that_becomes_good_is_noticed(sessions: int):
     assert sum(map(world.rate, chosen[-200:])) / 200 > 0.95 * world.best
 
 
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_no_step_runs_where_trees_end(depth: int):
+    """As of a block drafter, whose steps after the first are short."""
+    pace, steps = DraftSteps(), [2e5] * MOST_STEPS
+    world = World(0.9, plain_ns=1e7, step_ns=2e5, sessions=32)
+    for _ in range(400):
+        count = pace.choose(32, steps, world.expected_rates)
+        for number in range(count):
+            pace.note_step(number, expanded=32 * 0.9**number if number < depth else 0.0, sessions=32)
+        pace.note_round(hits=9 * depth, misses=depth, time_ns=1e7)
+        pace.note_hits(best=9 * depth, hits=9 * depth)
+    chosen = [pace.choose(32, steps, world.expected_rates) for _ in range(20)]
+    assert max(chosen) <= depth + 1
+    assert sorted(chosen)[10] == depth
+
+
+def test_a_row_brings_no_more_than_the_likeliest_child():
+    pace, yields = DraftSteps(), list[float]()
+
+    def rates(gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
+        yields.append(row_yield)
+        return gained / (1e6 + drafted_ns)
+
+    for best in (90, 10):
+        for _ in range(20):
+            pace.note_round(hits=80, misses=20, time_ns=1e7)
+            pace.note_hits(best=best, hits=100)
+        pace.choose(4, [1e5] * MOST_STEPS, rates)
+    assert yields == pytest.approx([0.8 * 0.9, 0.8 * 0.1], rel=0.05)
+
+
+def test_a_step_that_was_not_noted_says_nothing_of_the_next():
+    pace = DraftSteps()
+    pace.note_step(0, expanded=1.0, sessions=1)
+    pace.note_round(hits=1, misses=0, time_ns=1e6)
+    before = pace._ratios.copy()
+    # Its first step has caught up with a prompt.
+    pace.note_step(1, expanded=0.01, sessions=1)
+    assert (pace._ratios == before).all()
+
+
 def test_before_anything_is_known_some_steps_run_and_without_sessions_none():
     pace = DraftSteps()
     assert 0 < pace.choose(1, [], load(1, 0.5).expected_rates) < MOST_STEPS

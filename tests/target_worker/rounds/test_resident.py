@@ -319,8 +319,11 @@ def test_what_coins_reject_is_no_hit(rate, checkpoint: Path):
     for number in range(4):
         driver.open(number, replace(COUPLED, seed=number, max_new_tokens=40, **rule), [], no_tree)
     driver.run()
-    assert (pace.hits > 0) == (rate > 0)
-    assert pace.misses > 0 or rate > 0
+    # The drafter is always right, but for what a coin says.
+    if rate:
+        assert pace.hits > 100 > 10 > pace.misses
+    else:
+        assert pace.hits == 0 and pace.misses > 100
 
 
 def test_a_draft_with_a_shorter_context_rests_beyond_it(checkpoint: Path, reference_model, tmp_path: Path):
