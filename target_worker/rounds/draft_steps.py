@@ -73,7 +73,7 @@ class DraftSteps:
         if not times_ns:
             return min(_FIRST_STEPS, self.most)
         hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self.most])
-        values = self._first * np.cumprod(np.concatenate(([1.0], self._ratios[: len(steps_ns) - 1])))
+        values = np.array([self._first, *self._ratios[: len(steps_ns) - 1]]).cumprod()
         gained = hit_rate * sessions * _sums(values)
         count = int(rates(gained, hit_rate * self._best / self._right, _sums(steps_ns)).argmax())
         if count == self.most:
