@@ -67,25 +67,23 @@ async def _measure(options: argparse.Namespace) -> None:
     assert process.stdin is not None and process.stdout is not None
     line = (await process.stdout.readline()).decode()
     address = json.loads(line)["address"] if line.startswith("{") else line.split()[-1]
-    clients: list[asyncio.subprocess.Process] = []
+    # Before gRPC runs here: its handlers of forks have made some of the processes crash that were started later.
+    clients = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, __file__, *sys.argv[1:], "--client", address, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            limit=_ANSWER_BYTES,
+        )
+        for _ in range(_CLIENTS)
+    ]  # fmt: skip
     try:
         async with Workers(address, options) as workers:
             async with asyncio.timeout(_PATIENCE_S):
                 await workers.connected.wait()
             # The coordinator has begun their streams, and takes them for workers a moment later.
             await asyncio.sleep(1)
-            for _ in range(_CLIENTS):
-                own = [*sys.argv[1:], "--client", address]
-                clients.append(
-                    await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        __file__,
-                        *own,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        limit=_ANSWER_BYTES,
-                    )
-                )
+            for client in clients:
+                assert client.stdin is not None
+                client.stdin.write(b"begin\n")
             async with asyncio.timeout(_PATIENCE_S):
                 while workers.sessions < options.sessions // _CLIENTS * _CLIENTS:  # noqa: ASYNC110 - a look is enough
                     await asyncio.sleep(0.05)
@@ -142,8 +140,10 @@ def _cpu_s(pid: int) -> float:
 
 
 async def _read_streams(options: argparse.Namespace) -> None:
-    """Read a client process's share of the streams, one after the other for ever; answer lines of input."""
+    """Read a client process's share of the streams, one after the other for ever; answer all lines but the first."""
     os.nice(10)
+    # Before there are workers, nothing can be asked for.
+    sys.stdin.readline()
     tokens, lags = 0, list[int]()
 
     def tell() -> None:
