@@ -192,13 +192,13 @@ def measure(head: Eagle3, target: Llama, windows: Tensor, chosen_at: Tensor, rec
     Returns:
         Of each drafting step, how often the largest entries agree and the overlap; and the tokens of a round whose
         chain of `unroll` nodes is accepted as far as the largest entries agree: of chains everywhere, and of those that
-        begin in front of an answer's token.
+        begin in front of an answer's token, None where there are none.
     """
     dtype, unroll = recipe.compute_dtype(windows.device), recipe.unroll
     output = target.model.embed_tokens.weight.to(dtype)
     sums = torch.zeros(unroll, 2, device=windows.device)
-    accepted, asked = [], (chosen_at[:, 1 : 1 - unroll] != NO_ANSWER).flatten()
-    # As many at a time as in the loop: what is compiled is so for that shape.
+    accepted, asked = [], (chosen_at[:, 1 : chosen_at.shape[1] + 1 - unroll] != NO_ANSWER).flatten()
+    # As many at a time as in the loop, whose shape the target's layers are compiled for.
     for tokens in windows.long().split(recipe.windows.batch_sequences):
         features, last = target_rows(target, tokens, head.taps, dtype)
         embedded = functional.embedding(tokens[:, 1:], target.model.embed_tokens.weight).to(dtype)
@@ -218,5 +218,5 @@ def measure(head: Eagle3, target: Llama, windows: Tensor, chosen_at: Tensor, rec
     return {
         "held_out": [{"agreement": round(agreement, 4), "overlap": round(overlap, 4)} for agreement, overlap in means],
         "acceptance_length": round(lengths.mean().item(), 3),
-        "acceptance_length_in_answers": round(lengths[asked].mean().item(), 3),
+        "acceptance_length_in_answers": round(lengths[asked].mean().item(), 3) if asked.any() else None,
     }

@@ -182,6 +182,7 @@ def train(recipe: Recipe, place: Workplace) -> None:
         save_head(head, work / "head", bos=ends["bos_token_id"], eos=ends["eos_token_id"])
 
     steps = run_loop(head, target, text.windows, recipe=recipe, answer_share=text.answer_share, save=save)
+    save()
     report = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -195,7 +196,6 @@ def train(recipe: Recipe, place: Workplace) -> None:
         other = Eagle3(FULL.shape, FULL.taps).to(device)
         load_head(other, MODELS / "eagle")
         report["head"] = measure(other, target, *text.held_out, recipe)
-    save()
     (work / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
