@@ -3,9 +3,9 @@
 Of every row two things are asked: that the head's distribution is the target's (KL divergence), and that the two
 overlap at the temperature at which the row's text was chosen (total variation), which is what acceptance pays there.
 
-A step of the loop draws chains among those that begin in front of an answer's token, where a drafter is used, and
-follows fewer of them with each drafting step. All rows that are computed are judged, and a drafting step counts as much
-as it has rows: arithmetic goes where acceptance is decided.
+A step of the loop draws chains, first of all those that begin in front of an answer's token, where a drafter is used,
+and follows fewer of them with each drafting step. All rows that are computed are judged, and a drafting step counts as
+much as it has rows: arithmetic goes where acceptance is decided.
 
 Shapes: N windows of T tokens, M chains, R rows, C hidden channels, V vocabulary.
 """

@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
     parser.add_argument("--step-share", type=float, help="of chains that are followed from each of them to the next")
     parser.add_argument("--uses", type=int, help="steps that draw a window each time that the target reads it")
-    parser.add_argument("--feed-forward", type=int, help="units of the head's layer, at least those of --begin-with")
+    parser.add_argument("--feed-forward", type=int, help="units of the layer; if --begin-with has more, its largest")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
     parser.add_argument("--decay-share", type=float, help="of the time, in which learning rates fall to zero")

@@ -124,7 +124,7 @@ def prepare_lessons(
         first = min(begin, count - size)
         own = slice(first, first + size)
         hidden[own] = target.hidden(tokens[own, :-1].long(), dtype)
-        # Of all tokens: a product whose rows end at multiples of eight takes half the time.
+        # Logits of rare tokens would do, but a product with a multiple of eight columns takes half the time.
         logits = hidden[own].flatten(0, 1) @ output.mT
         shared[own] = summed(logits, is_rare, _temperatures(chosen_at[own])).unflatten(0, (size, -1))
     return Lessons(tokens=tokens, chosen_at=chosen_at, hidden=hidden, shared=shared)
@@ -252,7 +252,7 @@ def distillation_loss(
         reads = draft.model.embed_tokens.weight.to(dtype)
         towards, of_output = torch.empty_like(drafted), torch.zeros(reads.shape, device=reads.device)
         kl = variation = torch.zeros((), device=tokens.device)
-        # By hand, in chunks: logits of all rows at once, kept for a backward pass, would take most of a GPU's memory.
+        # In chunks, each with its gradient: all rows' logits, kept for a backward pass, would take most of a GPU.
         for begin in range(0, len(places), size):
             chunk = slice(begin, begin + size)
             own_kl, own_variation, gradient = judge(
