@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from conversations import NO_ANSWER
+from distillation import judge_bins, with_gradient
 from head import Eagle3, target_rows
 from llama import Llama
 from optimisation import build_optimisers, set_learning_rate
 from settings import Recipe
 from torch import Tensor
 from torch.nn import functional
-from training import judge_rows, row_temperatures
+from training import row_temperatures
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def run_loop(
     config = recipe.windows
     optimisers = build_optimisers(head, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay)
     # Compiled twice: for the first count of rows, then for any, while the vocabulary's size stays a constant.
-    judge = torch.compile(_judge) if config.compile else _judge
+    judge = torch.compile(judge_rows) if config.compile else judge_rows
     if config.compile:
         target.compile_layers()
         head.compile_layer()
@@ -151,9 +152,10 @@ def chain_counts(chains: int, unroll: int, share: float) -> list[int]:
     return [each - each % _TILE or each for each in followed]
 
 
-def _judge(drafted: Tensor, wanted: Tensor, places: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`judge_rows` against the rows [R] of `wanted` [N * T, V]."""
-    return judge_rows(drafted, wanted[places], temperature)
+def judge_rows(drafted: Tensor, wanted: Tensor, places: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`judge_bins` of [R, V] against the rows [R] of `wanted` [N * T, V]: every token is a bin, and none is shared."""
+    shared, bias = (torch.zeros(shape, device=drafted.device) for shape in ((1, 2), drafted.shape[1:]))
+    return judge_bins(drafted, wanted[places], shared, temperature, bias)
 
 
 def _learn(
@@ -178,8 +180,8 @@ def _learn(
             own = places[: len(rows)] + step + 1
             kl, variation, gradient = judge(functional.linear(rows, output), wanted, own, temperature[own])
             towards = gradient @ output / chains
-        # A product whose gradient is the one that has just been made: the vocabulary's rows are not kept.
-        total = total + (rows * towards).float().sum()
+        # The vocabulary's rows are not kept.
+        total = total + with_gradient(rows, towards)
         losses.append((kl.mean(), variation.mean()))
     total.backward()
     return losses

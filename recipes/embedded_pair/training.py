@@ -148,30 +148,6 @@ def row_temperatures(hundredths: Tensor) -> Tensor:
     return torch.where(temperature == 0, _GREEDY, temperature)
 
 
-def judge_rows(drafted: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far rows of logits are from the target's, and which way is better.
-
-    Args:
-        drafted: [R, V] of the head.
-        wanted: [R, V] of the target.
-        temperature: [R, 1], above 0.
-
-    Returns:
-        [R] KL divergence of the distributions in nats, [R] their total variation at the temperatures, and the gradient
-        of the sum of both by `drafted`, [R, V] in its dtype.
-    """
-    z, t = drafted.float(), wanted.float()
-    log_q, log_p = z.log_softmax(-1), t.log_softmax(-1)
-    p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1)
-    q_there, p_there = (z / temperature).softmax(-1), (t / temperature).softmax(-1)
-    sign = 0.5 * torch.sign(q_there - p_there)
-    variation = (sign * (q_there - p_there)).sum(-1)
-    centred = sign - (q_there * sign).sum(-1, keepdim=True)
-    gradient = log_q.exp() - p + q_there * centred / temperature
-    return divergence, variation, gradient.to(drafted.dtype)
-
-
 def new_model(shape: LlamaShape, device: torch.device, seed: int) -> Llama:
     """Fresh weights of this shape."""
     torch.manual_seed(seed)

@@ -262,10 +262,14 @@ def distillation_loss(
             towards[chunk] = gradient @ reads
             of_output += gradient.mT @ drafted[chunk]
         kl, variation = kl / len(places), variation / len(places)
-    # A number whose gradients are those that have just been made.
-    made = (drafted * towards).float().sum() + (draft.model.embed_tokens.weight * of_output).sum()
+    made = with_gradient(drafted, towards) + with_gradient(draft.model.embed_tokens.weight, of_output)
     loss = made / len(places)
     return {"loss": loss + (kl + variation - loss.detach()), "kl": kl, "variation": variation}
+
+
+def with_gradient(values: Tensor, gradient: Tensor) -> Tensor:
+    """Return a number whose gradient by `values` is `gradient`, which was made without autograd's graph."""
+    return (values * gradient).float().sum()
 
 
 def output_rows(target: Llama, rows: EmbeddingRows, dtype: torch.dtype) -> Tensor:
