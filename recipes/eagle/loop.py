@@ -22,7 +22,7 @@ from conversations import NO_ANSWER
 from distillation import judge_bins, with_gradient
 from head import Eagle3, target_rows
 from llama import Llama
-from optimisation import build_optimisers, set_learning_rate
+from optimisation import TrainingClock, build_optimisers, set_learning_rate
 from settings import Recipe
 from torch import Tensor
 from torch.nn import functional
@@ -79,32 +79,31 @@ def run_loop(
     if config.compile:
         target.compile_layers()
         head.compile_layer()
-    begin = saved = shown = time.perf_counter()
-    compiled_s = 0.0
-    for step, rows in enumerate(drawn_rows(target, windows, head.taps, recipe)):
-        now = time.perf_counter() - begin
-        # Code is made in the first step, and what it takes is no part of the schedule: it would be all of the warm-up.
-        done = (now - compiled_s) / max(1e-9, recipe.seconds - compiled_s) if step else 0.0
-        set_learning_rate(optimisers, min(int(10_000 * done), 9_999), 10_000, config.decay_share)
+    begin_s = saved_s = shown_s = time.perf_counter()
+    clock, shown_step = TrainingClock(recipe.seconds, begin_s=begin_s), 0
+    for step, rows in enumerate(drawn_rows(target, windows, head.taps, recipe), start=1):
+        set_learning_rate(optimisers, clock.progress, decay_share=config.decay_share)
         chains = int(answer_share * rows.tokens[:, recipe.unroll :].numel())
         losses = _learn(head, target, rows, chains=max(1, chains), recipe=recipe, judge=judge)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        if step == 0 or time.perf_counter() - shown > recipe.seconds / 30:
+        if step == 1 or time.perf_counter() - shown_s > recipe.seconds / 30:
             values = [[value.item() for value in pair] for pair in losses]
-            shown = time.perf_counter()
             if not all(math.isfinite(value) for pair in values for value in pair):
                 raise FloatingPointError(f"losses {values} at step {step}")
             told = " ".join(f"{kl:.3f}/{variation:.3f}" for kl, variation in values)
-            rate = step * rows.tokens.numel() / max(1e-9, shown - begin - compiled_s) / 1e6
-            logger.info("%.0f s, step %d, %.2f M tokens/s: kl/variation by drafting step %s", now, step + 1, rate, told)
-            compiled_s = compiled_s or shown - begin
-        if time.perf_counter() - saved > 45:
-            saved = time.perf_counter()
+            now = time.perf_counter()
+            rate = (step - shown_step) * rows.tokens.numel() / max(1e-9, now - shown_s) / 1e6
+            logger.info(
+                "%.0f s, step %d, %.2f M tokens/s: kl/variation by drafting step %s", now - begin_s, step, rate, told
+            )
+            shown_s, shown_step = now, step
+        if clock.end_step() >= 1:
+            return step
+        if time.perf_counter() - saved_s > 45:
+            saved_s = time.perf_counter()
             save()
-        if now > recipe.seconds:
-            return step + 1
     raise AssertionError("the windows never end")
 
 

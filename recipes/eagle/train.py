@@ -36,7 +36,7 @@ sys.path.append(str(ROOT / "recipes" / "smollm2"))
 from block import Block  # noqa: E402 the recipes must be found first
 from checkpoint import load_head, load_target, save_head  # noqa: E402
 from conversations import NO_ANSWER, read_shards  # noqa: E402
-from distillation import batches  # noqa: E402
+from distillation import drawn_sequences  # noqa: E402
 from export import shape_of_checkpoint  # noqa: E402
 from head import Eagle3  # noqa: E402
 from llama import Llama  # noqa: E402
@@ -148,9 +148,12 @@ def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Tex
     tokens, chosen_at = (each[:, : recipe.windows.sequence_tokens] for each in read_shards(folder, device))
     after = chosen_at.roll(-1, 1)
     after[:, -1] = NO_ANSWER
-    kept = recipe.measured
+    kept, config = recipe.measured, recipe.windows
+    numbers = drawn_sequences(
+        len(tokens) - kept, config.batch_sequences, seed=config.seed, begin=0, device=tokens.device
+    )
     return Text(
-        windows=batches(tokens[kept:], after[kept:], recipe.windows, begin=0),
+        windows=((tokens[kept + own].long(), after[kept + own].long()) for own in numbers),
         held_out=(tokens[:kept], after[:kept]),
         answer_share=(after != NO_ANSWER).float().mean().item(),
         source_tokens=0,

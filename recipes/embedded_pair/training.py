@@ -179,8 +179,10 @@ def _train(
     windows = token_windows(stream[: config.stream_tokens], config)
     tokens_per_step = config.batch_sequences * config.sequence_tokens
     start, start_step = time.perf_counter(), 0
+    warm_up_share = min(0.1, 100 / config.steps)
     for step in range(config.steps):
-        set_learning_rate(optimisers, step, config.steps, config.decay_share)
+        progress = step / config.steps
+        set_learning_rate(optimisers, progress, decay_share=config.decay_share, warm_up_share=warm_up_share)
         losses = step_losses(*next(windows))
         losses["loss"].backward()
         for optimiser in optimisers:
