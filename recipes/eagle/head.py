@@ -7,8 +7,8 @@
 
 Parameters carry the names of published checkpoints.
 
-A chain of drafting steps can begin at every row, its root. All rows have keys and values, which chains read; everything
-else is computed for chosen chains alone.
+A chain of drafting steps can begin at every row, its root. Queries, keys and values are computed for all rows;
+attention and what follows it for chosen chains alone.
 
 Shapes: N sequences, T rows, M chains, R rows of any kind; C hidden channels, F features (3 C), V vocabulary; H query
 heads, K key and value heads, D channels of each.

@@ -3,9 +3,9 @@
 Of every row two things are asked: that the head's distribution is the target's (KL divergence), and that the two
 overlap at the temperature at which the row's text was chosen (total variation), which is what acceptance pays there.
 
-A step of the loop draws chains among those that begin in front of an answer's token, where a drafter is used, and
-follows fewer of them with each drafting step. All rows that are computed are judged, and a drafting step counts as much
-as it has rows: arithmetic goes where acceptance is decided.
+A step of the loop draws chains, first of all those that begin in front of an answer's token, where a drafter is used,
+and follows fewer of them with each drafting step. All rows that are computed are judged, and a drafting step counts as
+much as it has rows: arithmetic goes where acceptance is decided.
 
 Shapes: N windows of T tokens, M chains, R rows, C hidden channels, V vocabulary.
 """
@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from conversations import NO_ANSWER
+from distillation import judge_bins, with_gradient
 from head import Eagle3, target_rows
 from llama import Llama
-from optimisation import build_optimisers, set_learning_rate
+from optimisation import TrainingClock, build_optimisers, set_learning_rate
 from settings import Recipe
 from torch import Tensor
 from torch.nn import functional
-from training import judge_rows, row_temperatures
+from training import row_temperatures
 
 logger = logging.getLogger(__name__)
 
@@ -74,36 +75,35 @@ def run_loop(
     config = recipe.windows
     optimisers = build_optimisers(head, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay)
     # Compiled twice: for the first count of rows, then for any, while the vocabulary's size stays a constant.
-    judge = torch.compile(_judge) if config.compile else _judge
+    judge = torch.compile(judge_rows) if config.compile else judge_rows
     if config.compile:
         target.compile_layers()
         head.compile_layer()
-    begin = saved = shown = time.perf_counter()
-    compiled_s = 0.0
-    for step, rows in enumerate(drawn_rows(target, windows, head.taps, recipe)):
-        now = time.perf_counter() - begin
-        # Code is made in the first step, and what it takes is no part of the schedule: it would be all of the warm-up.
-        done = (now - compiled_s) / max(1e-9, recipe.seconds - compiled_s) if step else 0.0
-        set_learning_rate(optimisers, min(int(10_000 * done), 9_999), 10_000, config.decay_share)
+    begin_s = saved_s = shown_s = time.perf_counter()
+    clock, shown_step = TrainingClock(recipe.seconds, begin_s=begin_s), 0
+    for step, rows in enumerate(drawn_rows(target, windows, head.taps, recipe), start=1):
+        set_learning_rate(optimisers, clock.progress, decay_share=config.decay_share)
         chains = int(answer_share * rows.tokens[:, recipe.unroll :].numel())
         losses = _learn(head, target, rows, chains=max(1, chains), recipe=recipe, judge=judge)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        if step == 0 or time.perf_counter() - shown > recipe.seconds / 30:
+        if step == 1 or time.perf_counter() - shown_s > recipe.seconds / 30:
             values = [[value.item() for value in pair] for pair in losses]
-            shown = time.perf_counter()
             if not all(math.isfinite(value) for pair in values for value in pair):
                 raise FloatingPointError(f"losses {values} at step {step}")
             told = " ".join(f"{kl:.3f}/{variation:.3f}" for kl, variation in values)
-            rate = step * rows.tokens.numel() / max(1e-9, shown - begin - compiled_s) / 1e6
-            logger.info("%.0f s, step %d, %.2f M tokens/s: kl/variation by drafting step %s", now, step + 1, rate, told)
-            compiled_s = compiled_s or shown - begin
-        if time.perf_counter() - saved > 45:
-            saved = time.perf_counter()
+            now = time.perf_counter()
+            rate = (step - shown_step) * rows.tokens.numel() / max(1e-9, now - shown_s) / 1e6
+            logger.info(
+                "%.0f s, step %d, %.2f M tokens/s: kl/variation by drafting step %s", now - begin_s, step, rate, told
+            )
+            shown_s, shown_step = now, step
+        if clock.end_step() >= 1:
+            return step
+        if time.perf_counter() - saved_s > 45:
+            saved_s = time.perf_counter()
             save()
-        if now > recipe.seconds:
-            return step + 1
     raise AssertionError("the windows never end")
 
 
@@ -151,9 +151,10 @@ def chain_counts(chains: int, unroll: int, share: float) -> list[int]:
     return [each - each % _TILE or each for each in followed]
 
 
-def _judge(drafted: Tensor, wanted: Tensor, places: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`judge_rows` against the rows [R] of `wanted` [N * T, V]."""
-    return judge_rows(drafted, wanted[places], temperature)
+def judge_rows(drafted: Tensor, wanted: Tensor, places: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`judge_bins` of [R, V] against the rows [R] of `wanted` [N * T, V]: every token is a bin, and none is shared."""
+    shared, bias = (torch.zeros(shape, device=drafted.device) for shape in ((1, 2), drafted.shape[1:]))
+    return judge_bins(drafted, wanted[places], shared, temperature, bias)
 
 
 def _learn(
@@ -178,8 +179,8 @@ def _learn(
             own = places[: len(rows)] + step + 1
             kl, variation, gradient = judge(functional.linear(rows, output), wanted, own, temperature[own])
             towards = gradient @ output / chains
-        # A product whose gradient is the one that has just been made: the vocabulary's rows are not kept.
-        total = total + (rows * towards).float().sum()
+        # The vocabulary's rows are not kept.
+        total = total + with_gradient(rows, towards)
         losses.append((kl.mean(), variation.mean()))
     total.backward()
     return losses
@@ -192,13 +193,13 @@ def measure(head: Eagle3, target: Llama, windows: Tensor, chosen_at: Tensor, rec
     Returns:
         Of each drafting step, how often the largest entries agree and the overlap; and the tokens of a round whose
         chain of `unroll` nodes is accepted as far as the largest entries agree: of chains everywhere, and of those that
-        begin in front of an answer's token.
+        begin in front of an answer's token, None where there are none.
     """
     dtype, unroll = recipe.compute_dtype(windows.device), recipe.unroll
     output = target.model.embed_tokens.weight.to(dtype)
     sums = torch.zeros(unroll, 2, device=windows.device)
-    accepted, asked = [], (chosen_at[:, 1 : 1 - unroll] != NO_ANSWER).flatten()
-    # As many at a time as in the loop: what is compiled is so for that shape.
+    accepted, asked = [], (chosen_at[:, 1 : chosen_at.shape[1] + 1 - unroll] != NO_ANSWER).flatten()
+    # As many at a time as in the loop, whose shape the target's layers are compiled for.
     for tokens in windows.long().split(recipe.windows.batch_sequences):
         features, last = target_rows(target, tokens, head.taps, dtype)
         embedded = functional.embedding(tokens[:, 1:], target.model.embed_tokens.weight).to(dtype)
@@ -218,5 +219,5 @@ def measure(head: Eagle3, target: Llama, windows: Tensor, chosen_at: Tensor, rec
     return {
         "held_out": [{"agreement": round(agreement, 4), "overlap": round(overlap, 4)} for agreement, overlap in means],
         "acceptance_length": round(lengths.mean().item(), 3),
-        "acceptance_length_in_answers": round(lengths[asked].mean().item(), 3),
+        "acceptance_length_in_answers": round(lengths[asked].mean().item(), 3) if asked.any() else None,
     }

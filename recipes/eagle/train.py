@@ -36,7 +36,7 @@ sys.path.append(str(ROOT / "recipes" / "smollm2"))
 from block import Block  # noqa: E402 the recipes must be found first
 from checkpoint import load_head, load_target, save_head  # noqa: E402
 from conversations import NO_ANSWER, read_shards  # noqa: E402
-from distillation import batches  # noqa: E402
+from distillation import drawn_sequences  # noqa: E402
 from export import shape_of_checkpoint  # noqa: E402
 from head import Eagle3  # noqa: E402
 from llama import Llama  # noqa: E402
@@ -148,9 +148,12 @@ def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Tex
     tokens, chosen_at = (each[:, : recipe.windows.sequence_tokens] for each in read_shards(folder, device))
     after = chosen_at.roll(-1, 1)
     after[:, -1] = NO_ANSWER
-    kept = recipe.measured
+    kept, config = recipe.measured, recipe.windows
+    numbers = drawn_sequences(
+        len(tokens) - kept, config.batch_sequences, seed=config.seed, begin=0, device=tokens.device
+    )
     return Text(
-        windows=batches(tokens[kept:], after[kept:], recipe.windows, begin=0),
+        windows=((tokens[kept + own].long(), after[kept + own].long()) for own in numbers),
         held_out=(tokens[:kept], after[:kept]),
         answer_share=(after != NO_ANSWER).float().mean().item(),
         source_tokens=0,
@@ -182,6 +185,7 @@ def train(recipe: Recipe, place: Workplace) -> None:
         save_head(head, work / "head", bos=ends["bos_token_id"], eos=ends["eos_token_id"])
 
     steps = run_loop(head, target, text.windows, recipe=recipe, answer_share=text.answer_share, save=save)
+    save()
     report = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -195,7 +199,6 @@ def train(recipe: Recipe, place: Workplace) -> None:
         other = Eagle3(FULL.shape, FULL.taps).to(device)
         load_head(other, MODELS / "eagle")
         report["head"] = measure(other, target, *text.held_out, recipe)
-    save()
     (work / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
@@ -224,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
     parser.add_argument("--step-share", type=float, help="of chains that are followed from each of them to the next")
     parser.add_argument("--uses", type=int, help="steps that draw a window each time that the target reads it")
-    parser.add_argument("--feed-forward", type=int, help="units of the head's layer, at least those of --begin-with")
+    parser.add_argument("--feed-forward", type=int, help="units of the layer; if --begin-with has more, its largest")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
     parser.add_argument("--decay-share", type=float, help="of the time, in which learning rates fall to zero")

@@ -1,15 +1,19 @@
-"""Muon for matrices, AdamW for the rest, and the schedule of both.
+"""Muon for matrices, AdamW for the rest, the schedule of both, and the clock of trainings that end in time.
 
 Muon (Keller Jordan, 2024; scaling as in arXiv 2502.16982) steps along the orthogonalised momentum. In models of
 this size it needs clearly fewer steps than AdamW for the same loss.
 """
 
+import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -70,10 +74,53 @@ def build_optimisers(
     return [adam, muon]
 
 
-def set_learning_rate(optimisers: list[torch.optim.Optimizer], step: int, steps: int, decay_share: float) -> None:
-    """Short linear warm-up, a plateau, then a linear descent to zero over the last `decay_share` of the steps."""
-    warm = min(1.0, (step + 1) / max(1, min(100, steps // 10)))
-    left = min(1.0, (steps - step) / max(1.0, decay_share * steps))
+def set_learning_rate(
+    optimisers: list[torch.optim.Optimizer], progress: float, *, decay_share: float, warm_up_share: float = 0.01
+) -> None:
+    """Linear warm-up, a plateau, then a linear descent to zero.
+
+    Args:
+        optimisers: of `build_optimisers`.
+        progress: share of the training that is over, 0 before its first step.
+        decay_share: of the training, at its end.
+        warm_up_share: of the training, at its beginning.
+    """
+    # The first step takes a hundredth of the rate, not nothing.
+    warm = min(1.0, 0.01 + progress / warm_up_share)
+    left = min(1.0, (1 - progress) / max(1e-9, decay_share))
     for optimiser in optimisers:
         for group in optimiser.param_groups:
             group["lr"] = group["peak_lr"] * min(warm, left)
+
+
+class TrainingClock:
+    """Progress of a training that takes a given time.
+
+    The first step compiles. The time up to its end is no progress: it would be all of the warm-up. A training that goes
+    on has such a time again, and the same pace after it.
+
+    Args:
+        seconds: of a training without a break, from its beginning on.
+        begin_s: when this part of it began, by `time.perf_counter`.
+        progress: where it goes on.
+    """
+
+    def __init__(self, seconds: float, *, begin_s: float, progress: float = 0.0) -> None:
+        self.progress = self._begin_at = progress
+        self._seconds, self._begin_s = seconds, begin_s
+        self._first_step_s: float | None = None
+
+    def end_step(self) -> float:
+        """Return the share of the time that is over, after each step; 1: the training is."""
+        now = time.perf_counter()
+        if self._first_step_s is None:
+            self._first_step_s = now
+            self._seconds -= now - self._begin_s
+            if self._seconds <= 0:
+                logger.warning(
+                    "nothing is learned: training was to end %.0f s before its first step did; give it more time",
+                    -self._seconds,
+                )
+        over = (now - self._first_step_s) / max(1e-9, self._seconds)
+        self.progress = min(1.0, self._begin_at + over)
+        return self.progress

@@ -148,30 +148,6 @@ def row_temperatures(hundredths: Tensor) -> Tensor:
     return torch.where(temperature == 0, _GREEDY, temperature)
 
 
-def judge_rows(drafted: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far rows of logits are from the target's, and which way is better.
-
-    Args:
-        drafted: [R, V] of the head.
-        wanted: [R, V] of the target.
-        temperature: [R, 1], above 0.
-
-    Returns:
-        [R] KL divergence of the distributions in nats, [R] their total variation at the temperatures, and the gradient
-        of the sum of both by `drafted`, [R, V] in its dtype.
-    """
-    z, t = drafted.float(), wanted.float()
-    log_q, log_p = z.log_softmax(-1), t.log_softmax(-1)
-    p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1)
-    q_there, p_there = (z / temperature).softmax(-1), (t / temperature).softmax(-1)
-    sign = 0.5 * torch.sign(q_there - p_there)
-    variation = (sign * (q_there - p_there)).sum(-1)
-    centred = sign - (q_there * sign).sum(-1, keepdim=True)
-    gradient = log_q.exp() - p + q_there * centred / temperature
-    return divergence, variation, gradient.to(drafted.dtype)
-
-
 def new_model(shape: LlamaShape, device: torch.device, seed: int) -> Llama:
     """Fresh weights of this shape."""
     torch.manual_seed(seed)
@@ -203,8 +179,10 @@ def _train(
     windows = token_windows(stream[: config.stream_tokens], config)
     tokens_per_step = config.batch_sequences * config.sequence_tokens
     start, start_step = time.perf_counter(), 0
+    warm_up_share = min(0.1, 100 / config.steps)
     for step in range(config.steps):
-        set_learning_rate(optimisers, step, config.steps, config.decay_share)
+        progress = step / config.steps
+        set_learning_rate(optimisers, progress, decay_share=config.decay_share, warm_up_share=warm_up_share)
         losses = step_losses(*next(windows))
         losses["loss"].backward()
         for optimiser in optimisers:

@@ -77,8 +77,9 @@ train_eagle() {
     train_head eagle --feed-forward 4096 --seconds "$(seconds_of "$1")"
 }
 
-# train_block SHARE: it begins with what the head has learned by then
+# train_block SHARE: it begins with what the head has learned by then, and waits until that is something
 train_block() {
+    until [ -e "$work/eagle/head/config.json" ]; do sleep 1; done
     train_head block --block --feed-forward 4096 --begin-with "$work/eagle/head" --batch 16 --matrix-lr 0.01 --seconds "$(seconds_of "$1")"
 }
 
@@ -89,6 +90,7 @@ train_draft_and_block() {
 
 if [ "$gpus" -gt 1 ]; then
     write_text "$(minutes_of 0.18)"
+    rm -rf "$work/eagle/head"
     on_gpu 0 train_draft_and_block & draft=$!
     (on_gpu 1 train_eagle 0.8)
     wait $draft

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from conversations import NO_ANSWER
 from llama import Llama
-from optimisation import build_optimisers, set_learning_rate
+from optimisation import TrainingClock, build_optimisers, set_learning_rate
 from torch import Tensor
-from training import TrainingConfig, compute_dtype, row_temperatures
+from training import compute_dtype, row_temperatures
 from vocabulary import EmbeddingRows, choose_rows
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ _TARGET_SEQUENCES = 16
 # What a step needs of a GPU's memory.
 _STEP_BYTES = 14 << 30
 _EMBEDDING_STD = 0.02  # that of fresh ones, which the learning rates are for
-# Of the schedule, which knows steps and not the clock.
-_PARTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +93,11 @@ class Lessons:
 
 @torch.no_grad()
 def prepare_lessons(
-    target: Llama, tokens: Tensor, chosen_at: Tensor, rows: EmbeddingRows, *, compiled: bool
-) -> Lessons:
-    """Have the target read a text; of a text whose rows have no room on the GPU only the beginning is taken.
+    target: Llama, tokens: Tensor, chosen_at: Tensor, rows: EmbeddingRows, *, compiled: bool, deadline_s: float
+) -> Lessons | None:
+    """Have the target read a text; return None where that does not end in time.
+
+    Only the beginning of a text whose rows have no room on the GPU is taken.
 
     Args:
         target: fixed.
@@ -105,10 +105,17 @@ def prepare_lessons(
         chosen_at: [N, T].
         rows: of the draft.
         compiled: by `torch.compile`.
+        deadline_s: on the clock of `time.perf_counter`.
+
+    Raises:
+        ValueError: no conversation has room on the device.
     """
     dtype, device, length = compute_dtype(tokens.device), tokens.device, tokens.shape[1] - 1
     width = target.shape.hidden_size
-    count = min(len(tokens), _room(device) // (length * (width * dtype.itemsize + 2 * torch.float32.itemsize)))
+    row_bytes = width * dtype.itemsize + 2 * torch.float32.itemsize
+    count = max(0, min(len(tokens), _room(device) // (length * row_bytes)))
+    if not count:
+        raise ValueError(f"none of {len(tokens)} conversations has room on the device")
     if count < len(tokens):
         logger.warning("%d of %d conversations have room on the device", count, len(tokens))
     tokens, chosen_at = tokens[:count], chosen_at[:count]
@@ -120,11 +127,13 @@ def prepare_lessons(
         target.compile_layers()
     size = min(_TARGET_SEQUENCES, count)
     for begin in range(0, count, size):
+        if time.perf_counter() >= deadline_s:
+            return None
         # The last ones overlap those before: what is compiled is so for one size.
         first = min(begin, count - size)
         own = slice(first, first + size)
         hidden[own] = target.hidden(tokens[own, :-1].long(), dtype)
-        # Of all tokens: a product whose rows end at multiples of eight takes half the time.
+        # Logits of rare tokens would do, but a product with a multiple of eight columns takes half the time.
         logits = hidden[own].flatten(0, 1) @ output.mT
         shared[own] = summed(logits, is_rare, _temperatures(chosen_at[own])).unflatten(0, (size, -1))
     return Lessons(tokens=tokens, chosen_at=chosen_at, hidden=hidden, shared=shared)
@@ -252,7 +261,7 @@ def distillation_loss(
         reads = draft.model.embed_tokens.weight.to(dtype)
         towards, of_output = torch.empty_like(drafted), torch.zeros(reads.shape, device=reads.device)
         kl = variation = torch.zeros((), device=tokens.device)
-        # By hand, in chunks: logits of all rows at once, kept for a backward pass, would take most of a GPU's memory.
+        # In chunks, each with its gradient: all rows' logits, kept for a backward pass, would take most of a GPU.
         for begin in range(0, len(places), size):
             chunk = slice(begin, begin + size)
             own_kl, own_variation, gradient = judge(
@@ -262,10 +271,14 @@ def distillation_loss(
             towards[chunk] = gradient @ reads
             of_output += gradient.mT @ drafted[chunk]
         kl, variation = kl / len(places), variation / len(places)
-    # A number whose gradients are those that have just been made.
-    made = (drafted * towards).float().sum() + (draft.model.embed_tokens.weight * of_output).sum()
+    made = with_gradient(drafted, towards) + with_gradient(draft.model.embed_tokens.weight, of_output)
     loss = made / len(places)
     return {"loss": loss + (kl + variation - loss.detach()), "kl": kl, "variation": variation}
+
+
+def with_gradient(values: Tensor, gradient: Tensor) -> Tensor:
+    """Return a number whose gradient by `values` is `gradient`, which was made without autograd's graph."""
+    return (values * gradient).float().sum()
 
 
 def output_rows(target: Llama, rows: EmbeddingRows, dtype: torch.dtype) -> Tensor:
@@ -274,21 +287,19 @@ def output_rows(target: Llama, rows: EmbeddingRows, dtype: torch.dtype) -> Tenso
     return torch.cat((own, torch.zeros_like(own[:1])))
 
 
-def drawn_sequences(tokens: Tensor, config: DistillationConfig | TrainingConfig, *, begin: int) -> Iterator[Tensor]:
-    """Endless batches of the numbers of sequences [N, T]; a loop that goes on at step `begin` draws other ones."""
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + begin)
+def drawn_sequences(count: int, batch: int, *, seed: int, begin: int, device: torch.device) -> Iterator[Tensor]:
+    """Endless batches [batch] of sequences' numbers; a loop that goes on at step `begin` draws other ones.
+
+    Raises:
+        ValueError: there are fewer sequences than one batch has.
+    """
+    if count < batch:
+        raise ValueError(f"{count} conversations, at least {batch} needed for one batch")
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + begin)
     while True:
-        order = torch.randperm(len(tokens), generator=generator).to(tokens.device)
-        for first in range(0, len(order) - config.batch_sequences + 1, config.batch_sequences):
-            yield order[first : first + config.batch_sequences]
-
-
-def batches(
-    tokens: Tensor, chosen_at: Tensor, config: TrainingConfig, *, begin: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of whole conversations [N, T], for a drafter that has the target read each of them."""
-    for own in drawn_sequences(tokens, config, begin=begin):
-        yield tokens[own].long(), chosen_at[own].long()
+        order = torch.randperm(count, generator=generator).to(device)
+        for first in range(0, count - batch + 1, batch):
+            yield order[first : first + batch]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -322,14 +333,38 @@ class LoopState:
         torch.save(held, unfinished)
         unfinished.rename(file)
 
-    def restore(self, file: Path) -> None:
-        """Read what `save` has written."""
-        held = torch.load(file, map_location=self.rows.row_of.device, weights_only=True)
-        self.steps, self.progress, self.rows = held["steps"], held["progress"], EmbeddingRows(held["row_of"])
-        self.draft.load_state_dict(held["draft"])
-        for optimiser, state in zip(self.optimisers, held["optimisers"], strict=True):
-            optimiser.load_state_dict(state)
-        logger.info("going on after %d steps, %.0f %% of the time", self.steps, 100 * self.progress)
+
+def _first_state(
+    draft: Llama, target: Llama, tokens: Tensor, config: DistillationConfig, *, always: Sequence[int], file: Path
+) -> LoopState:
+    """Return the state that was saved, otherwise that of a fresh draft."""
+    optimisers = build_optimisers(
+        draft, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay
+    )
+    if not file.exists():
+        rows = choose_rows(tokens, vocab_size=target.shape.vocab_size, rows=draft.shape.vocab_size, always=always)
+        start_embedding(draft, target, rows)
+        return LoopState(draft=draft, rows=rows, optimisers=optimisers)
+    held = _saved_state(file, tokens.device)
+    draft.load_state_dict(held["draft"])
+    for optimiser, state in zip(optimisers, held["optimisers"], strict=True):
+        optimiser.load_state_dict(state)
+    logger.info("going on after %d steps, %.0f %% of the time", held["steps"], 100 * held["progress"])
+    return LoopState(
+        draft=draft,
+        rows=EmbeddingRows(held["row_of"]),
+        optimisers=optimisers,
+        steps=held["steps"],
+        progress=held["progress"],
+    )
+
+
+def _saved_state(file: Path, device: torch.device) -> dict[str, Any]:
+    """Return what `LoopState.save` has written."""
+    held = torch.load(file, map_location=device, weights_only=True)
+    if not held.keys() >= {"progress", "row_of"}:
+        raise ValueError(f"{file} was written by an older version of this recipe: remove it")
+    return held
 
 
 def distil(
@@ -353,35 +388,36 @@ def distil(
         config: of the loop.
         always: tokens that have a row of their own.
         work: folder that keeps the state of the loop.
-        deadline_s: on the clock of `time.perf_counter`; after it no step begins but the call's first.
+        deadline_s: on the clock of `time.perf_counter`; after it no step begins.
 
     Raises:
-        ValueError: there are fewer conversations than one batch has.
+        ValueError: there are fewer conversations than one batch has or the device has room for, or the state is an
+            older version's.
         FloatingPointError: the loss is not finite.
     """
     begin_s, file = time.perf_counter(), work / _STATE_FILE
+    if begin_s >= deadline_s:
+        return False
     torch.set_float32_matmul_precision("high")
-    rows = choose_rows(tokens, vocab_size=target.shape.vocab_size, rows=draft.shape.vocab_size, always=always)
-    start_embedding(draft, target, rows)
-    optimisers = build_optimisers(
-        draft, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay
-    )
-    state = LoopState(draft=draft, rows=rows, optimisers=optimisers)
-    if file.exists():
-        state.restore(file)
-        if state.progress >= 1:
-            return True
+    state = _first_state(draft, target, tokens, config, always=always, file=file)
+    if state.progress >= 1:
+        return True
+    first_step = state.steps
     covered = (state.rows.bias[state.rows.row_of[tokens.long()]] == 0).float().mean().item()
     logger.info("%.2f %% of the text are tokens with a row of their own", 100 * covered)
-    lessons = prepare_lessons(target, tokens, chosen_at, state.rows, compiled=config.compile)
-    if len(lessons.tokens) < config.batch_sequences:
-        raise ValueError(f"{len(lessons.tokens)} conversations, at least {config.batch_sequences} needed for one batch")
-    logger.info("the target has read the text after %.0f s", time.perf_counter() - begin_s)
-    output = output_rows(target, state.rows, compute_dtype(tokens.device))
-    # Time that an earlier call has used is over; what this one has used by now is not given back.
-    end_s = begin_s + (1 - state.progress) * config.seconds
-    _run_loop(state, lessons, output, config, end_s=end_s, deadline_s=deadline_s, file=file)
-    state.save(file)
+    lessons = prepare_lessons(target, tokens, chosen_at, state.rows, compiled=config.compile, deadline_s=deadline_s)
+    if lessons is not None:
+        logger.info("the target has read the text after %.0f s", time.perf_counter() - begin_s)
+        output = output_rows(target, state.rows, compute_dtype(tokens.device))
+        clock = TrainingClock(config.seconds, begin_s=begin_s, progress=state.progress)
+        _run_loop(state, lessons, output, config, clock=clock, deadline_s=deadline_s, file=file)
+        state.save(file)
+    if state.progress < 1 and state.steps < first_step + 2:
+        # The same command would do the same again.
+        logger.warning(
+            "no progress in %.0f s: --minutes must be longer than reading the text and compiling take",
+            time.perf_counter() - begin_s,
+        )
     return state.progress >= 1
 
 
@@ -391,24 +427,25 @@ def _run_loop(
     output: Tensor,
     config: DistillationConfig,
     *,
-    end_s: float,
+    clock: TrainingClock,
     deadline_s: float,
     file: Path,
 ) -> None:
-    """Train until `end_s`, when progress is 1 and learning rates are zero, or until `deadline_s`."""
+    """Train until progress is 1, when learning rates are zero, or until `deadline_s`."""
     # What is compiled is small and used often: the judge makes one pass over logits of what would be a dozen, and all
     # layers of a model share their code.
     judge = torch.compile(judge_bins, dynamic=False) if config.compile else judge_bins
     if config.compile:
         state.draft.compile_layers()
-    bias, begin_at, first_step = state.rows.bias, state.progress, state.steps
-    loop_s = shown_s = saved_s = time.perf_counter()
+    bias, first_step, device = state.rows.bias, state.steps, lessons.tokens.device
+    shown_s = saved_s = time.perf_counter()
     shown_step = first_step
-    for drawn in drawn_sequences(lessons.tokens, config, begin=first_step):
-        is_first = state.steps == first_step
-        if state.progress >= 1 or (not is_first and time.perf_counter() >= deadline_s):
+    for drawn in drawn_sequences(
+        len(lessons.tokens), config.batch_sequences, seed=config.seed, begin=first_step, device=device
+    ):
+        if state.progress >= 1 or time.perf_counter() >= deadline_s:
             return
-        set_learning_rate(state.optimisers, int(_PARTS * state.progress), _PARTS, config.decay_share)
+        set_learning_rate(state.optimisers, state.progress, decay_share=config.decay_share)
         batch = lessons.take(drawn)
         losses = distillation_loss(
             state.draft, output, batch, state.rows, bias, row_share=config.row_share, judge=judge
@@ -418,7 +455,7 @@ def _run_loop(
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         state.steps += 1
-        if is_first or time.perf_counter() - shown_s > config.seconds / 30:
+        if state.steps == first_step + 1 or time.perf_counter() - shown_s > config.seconds / 30:
             values = {name: round(value.item(), 4) for name, value in losses.items()}
             if not math.isfinite(values["loss"]):
                 raise FloatingPointError(f"loss {values['loss']} at step {state.steps}")
@@ -426,14 +463,10 @@ def _run_loop(
             rate = (state.steps - shown_step) * batch.tokens.numel() / max(1e-9, now - shown_s) / 1e6
             logger.info("step %d, %.0f %%: %s, %.2f M tokens/s", state.steps, 100 * state.progress, values, rate)
             shown_s, shown_step = now, state.steps
-        now = time.perf_counter()
-        if is_first:
-            # The first step compiles: the warm-up that follows it would be over by then.
-            loop_s = now
-        state.progress = min(1.0, begin_at + (1 - begin_at) * (now - loop_s) / max(1e-9, end_s - loop_s))
-        if now - saved_s > _SAVE_S:
+        state.progress = clock.end_step()
+        if time.perf_counter() - saved_s > _SAVE_S:
             state.save(file)
-            saved_s = now
+            saved_s = time.perf_counter()
 
 
 def trained_draft(draft: Llama, work: Path, device: torch.device) -> tuple[Llama, EmbeddingRows]:
@@ -441,8 +474,9 @@ def trained_draft(draft: Llama, work: Path, device: torch.device) -> tuple[Llama
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: it is an older version's.
     """
-    state = torch.load(work / _STATE_FILE, map_location=device, weights_only=True)
+    state = _saved_state(work / _STATE_FILE, device)
     draft.load_state_dict(state["draft"])
     logger.info("draft after %d steps", state["steps"])
     return draft, EmbeddingRows(state["row_of"])

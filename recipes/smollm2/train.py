@@ -5,8 +5,9 @@
 
 The stages can run one by one (`--stages text train export report`), and each goes on where it has stopped: with
 `--minutes M` the command ends in time, with exit status 75 while something is left to do, and the same command goes on
-with it. Training takes `--train-minutes` in all, from when the target begins to read the text, and its learning rates
-are zero at the end of that time, however many steps were taken. Stages text and train want a GPU.
+with it. Training takes `--train-minutes`, from when the target begins to read the text, and its learning rates are zero
+at the end of that time, however many steps were taken; a command that goes on with it reads the text and compiles
+again, in time of its own. Stages text and train want a GPU.
 """
 
 import argparse

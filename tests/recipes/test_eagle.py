@@ -257,7 +257,7 @@ def test_the_gradient_of_the_loss_is_autograd_s(recipe: Any, temperature: float)
     variation = 0.5 * (q - p).abs().sum(-1)
     (expected,) = torch.autograd.grad((kl + variation).sum(), drafted)
     with torch.no_grad():
-        found = loop.judge_rows(drafted, wanted, torch.full((5, 1), temperature))
+        found = loop.judge_rows(drafted, wanted.flip(0), torch.arange(5).flip(0), torch.full((5, 1), temperature))
     for each, value in zip(found, (kl, variation, expected), strict=True):
         torch.testing.assert_close(each.double(), value.detach(), rtol=1e-4, atol=1e-5)
 
@@ -304,6 +304,24 @@ def test_chains_begin_in_front_of_answers(recipe: Any) -> None:
     assert (more % rows).max() == 13
     assert loop.chain_counts(1000, 4, 0.8) == [960, 768, 640, 512]
     assert loop.chain_counts(3, 4, 0.5) == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_held_out_text_may_be_without_answers(recipe: Any, unroll: int) -> None:
+    loop, llama = importlib.import_module("loop"), importlib.import_module("llama")
+    shape = llama.LlamaShape(
+        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=VOCAB,
+    )  # fmt: skip
+    head, target = small_head(recipe), llama.Llama(shape).requires_grad_(False)
+    settings, windows = replace(recipe.tiny(recipe.FULL), unroll=unroll), torch.randint(VOCAB, (4, LENGTH))
+    chosen_at = torch.full_like(windows, importlib.import_module("conversations").NO_ANSWER)
+    found = loop.measure(head, target, windows, chosen_at, settings)
+    assert len(found["held_out"]) == unroll
+    assert found["acceptance_length_in_answers"] is None
+    chosen_at[:, 1:] = 0
+    found = loop.measure(head, target, windows, chosen_at, settings)
+    assert found["acceptance_length_in_answers"] == found["acceptance_length"]
 
 
 def test_rows_are_asked_at_the_temperature_of_their_text(recipe: Any) -> None:

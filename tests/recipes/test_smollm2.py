@@ -189,7 +189,7 @@ def test_the_gradient_of_distillation_is_autograd_s(recipe: Any, target: Path) -
     tokens = torch.randint(model.shape.vocab_size, (19, 12), dtype=torch.int32)
     at = torch.tensor([100, 50, 255])[torch.randint(3, (19, 12))].to(torch.uint8)
     rows = vocabulary.choose_rows(tokens, vocab_size=model.shape.vocab_size, rows=128, always=[0, 1])
-    lessons = distillation.prepare_lessons(model, tokens, at, rows, compiled=False)
+    lessons = distillation.prepare_lessons(model, tokens, at, rows, compiled=False, deadline_s=float("inf"))
     own = torch.tensor([17, 0, 18, 5])
     losses = distillation.distillation_loss(
         draft, distillation.output_rows(model, rows, torch.float32), lessons.take(own), rows, rows.bias, row_share=1.0,
@@ -213,6 +213,29 @@ def test_the_gradient_of_distillation_is_autograd_s(recipe: Any, target: Path) -
         torch.testing.assert_close(own_gradient, theirs, rtol=1e-4, atol=1e-6)
 
 
+class Clock:
+    """Seconds by events instead of the machine's: given models take time by each pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def charge(self, model: Any, seconds: float) -> None:
+        """Have each `hidden` of the model take so long."""
+        hidden = model.hidden
+
+        def take(*inputs: Any) -> torch.Tensor:
+            self.now_s += seconds
+            return hidden(*inputs)
+
+        model.hidden = take
+
+
+READING_S = 5.0  # a step takes one second
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Steps on matrices so small wait for each other's threads longer than they take."""
@@ -222,36 +245,96 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_the_draft_learns_and_its_learning_rate_ends_at_zero(recipe: Any, target: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def distil(recipe: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
+    """Call the distillation of one text in `tmp_path`, (seconds, deadline_s) -> (done, the state saved)."""
     distillation, training = importlib.import_module("distillation"), importlib.import_module("training")
-    model = load(recipe, target).requires_grad_(False)
+    clock, model = Clock(), load(recipe, target).requires_grad_(False)
+    monkeypatch.setattr("time.perf_counter", clock)
+    clock.charge(model, READING_S)
+    torch.manual_seed(0)
     tokens = torch.randint(60, (16, 24), dtype=torch.int32)
     at = torch.full((16, 24), 100, dtype=torch.uint8)
 
-    def distil(seconds: float, deadline_s: float = float("inf")) -> Any:
+    def call(seconds: float, remaining_s: float = float("inf")) -> tuple[bool, dict[str, Any]]:
         draft = training.new_model(recipe.TINY.draft, torch.device("cpu"), 1)
+        clock.charge(draft, 1.0)
         config = distillation.DistillationConfig(seconds=seconds, batch_sequences=4, compile=False)
         done = distillation.distil(
-            draft, model, tokens, at, config, always=[0, 1], work=tmp_path, deadline_s=deadline_s
+            draft, model, tokens, at, config, always=[0, 1], work=tmp_path, deadline_s=clock.now_s + remaining_s
         )
-        state = torch.load(tmp_path / "draft.pt", weights_only=True)
-        weights = draft.state_dict()
-        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][state["row_of"]]
-        whole = type(draft)(recipe.replace(draft.shape, vocab_size=model.shape.vocab_size))
-        whole.load_state_dict(weights)
-        return done, state, distillation.measure_overlap(whole, model, tokens, at)["overlap"]
+        file = tmp_path / "draft.pt"
+        state = torch.load(file, weights_only=True) if file.exists() else {}
+        if state:
+            whole = type(draft)(recipe.replace(draft.shape, vocab_size=model.shape.vocab_size))
+            weights = state["draft"]["model.embed_tokens.weight"][state["row_of"]]
+            whole.load_state_dict({**state["draft"], "model.embed_tokens.weight": weights})
+            state["overlap"] = distillation.measure_overlap(whole, load(recipe, target), tokens, at)["overlap"]
+        return done, state
 
-    # Each call takes at least one step, however late it is.
-    done, state, begun = distil(1000.0, float("-inf"))
-    assert (done, state["steps"]) == (False, 1)
-    assert state["progress"] < 0.5
-    done, state, ended = distil(2.0)
-    assert (done, state["progress"]) == (True, 1.0)
-    assert all(group["lr"] < 0.2 * group["peak_lr"] for each in state["optimisers"] for group in each["param_groups"])
-    assert ended > begun + 0.05
-    done, again, _ = distil(2.0)
-    assert (done, again["steps"]) == (True, state["steps"])
+    return call
+
+
+def learning_rate(state: dict[str, Any]) -> float:
+    """Of the last step, as a share of the highest."""
+    return max(group["lr"] / group["peak_lr"] for each in state["optimisers"] for group in each["param_groups"])
+
+
+def test_the_draft_learns_and_its_learning_rate_ends_at_zero(distil: Any) -> None:
+    # The text is read, one step compiles, and the other seconds are the schedule's.
+    done, begun = distil(seconds=100, remaining_s=READING_S + 2)
+    assert (done, begun["steps"], begun["progress"]) == (False, 2, pytest.approx(1 / 94))
+    done, ended = distil(seconds=100)
+    assert (done, ended["progress"]) == (True, 1.0)
+    # A training without a break takes 95 steps; the first step of what goes on is no progress again.
+    assert ended["steps"] == 96
+    assert learning_rate(ended) < 0.02
+    assert ended["overlap"] > begun["overlap"] + 0.05
+    done, again = distil(seconds=100)
+    assert (done, again["steps"]) == (True, ended["steps"])
+
+
+def test_a_training_that_goes_on_near_its_end_anneals(distil: Any) -> None:
+    """What is left of the schedule may be shorter than reading the text again."""
+    done, cut = distil(seconds=40, remaining_s=37)
+    assert (done, cut["progress"]) == (False, pytest.approx(31 / 34))
+    done, ended = distil(seconds=40)
+    assert (done, ended["progress"]) == (True, 1.0)
+    assert ended["steps"] >= cut["steps"] + 3
+    assert learning_rate(ended) < 0.05 < learning_rate(cut)
+
+
+def test_a_deadline_before_the_second_step_is_told(distil: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert distil(seconds=40, remaining_s=0) == (False, {})
+    assert "no progress" not in caplog.text
+    for remaining_s, steps in ((READING_S, 0), (READING_S + 1, 1)):
+        caplog.clear()
+        done, state = distil(seconds=40, remaining_s=remaining_s)
+        assert (done, state["steps"], state["progress"]) == (False, steps, 0)
+        assert f"no progress in {remaining_s:.0f} s: --minutes must be longer" in caplog.text
+
+
+def test_a_training_shorter_than_its_first_step_is_told(distil: Any, caplog: pytest.LogCaptureFixture) -> None:
+    done, _ = distil(seconds=4)
+    assert done
+    assert "training was to end 2 s before its first step did" in caplog.text
+
+
+def test_the_state_of_an_older_version_is_refused(distil: Any, tmp_path: Path) -> None:
+    torch.save({"steps": 3, "draft": {}, "optimisers": []}, tmp_path / "draft.pt")
+    with pytest.raises(ValueError, match=r"draft\.pt was written by an older version of this recipe: remove it"):
+        distil(seconds=40)
+
+
+def test_too_few_conversations_are_refused(recipe: Any, target: Path) -> None:
+    distillation, vocabulary = importlib.import_module("distillation"), importlib.import_module("vocabulary")
+    with pytest.raises(ValueError, match="3 conversations, at least 4 needed for one batch"):
+        next(distillation.drawn_sequences(3, 4, seed=0, begin=0, device=torch.device("cpu")))
+    model = load(recipe, target)
+    rows = vocabulary.choose_rows(torch.arange(9), vocab_size=model.shape.vocab_size, rows=8, always=[0])
+    none = torch.zeros((0, 9), dtype=torch.int32)
+    with pytest.raises(ValueError, match="none of 0 conversations has room"):
+        distillation.prepare_lessons(model, none, none, rows, compiled=False, deadline_s=float("inf"))
 
 
 def test_rows_of_answers_come_first(recipe: Any) -> None:
@@ -268,11 +351,9 @@ def test_the_whole_recipe_in_little(recipe: Any, target: Path, tmp_path: Path) -
     command = ["--tiny", "--work", str(tmp_path), "--target", str(target), "--device", "cpu"]
     assert recipe.main([*command, "--stages", "text"]) == 0
     assert recipe.main([*command, "--stages", "train", "--train-minutes", "100", "--minutes", "0.05"]) == 75
-    steps = torch.load(tmp_path / "draft.pt", weights_only=True)["steps"]
-    assert steps >= 1
     assert recipe.main(command) == 0
     state = torch.load(tmp_path / "draft.pt", weights_only=True)
-    assert state["steps"] > steps
+    assert state["progress"] == 1
     config, weights = load_small(tmp_path / "draft")
     vocab_size = recipe.shape_of_checkpoint(target).vocab_size
     assert weights["model.embed_tokens.weight"].shape == (vocab_size, 32)
