@@ -115,6 +115,7 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
         config=LlamaConfig.from_pretrained(folder, local_files_only=True),
         state_dict=load_small(folder)[1],
         dtype=dtype,
+        use_safetensors=True,
         output_loading_info=True,
     )
     model, report = loaded
