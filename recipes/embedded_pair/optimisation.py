@@ -118,7 +118,7 @@ class TrainingClock:
             self._seconds -= now - self._begin_s
             if self._seconds <= 0:
                 logger.warning(
-                    "nothing is learned: training was to end %.0f s before its first step did; give it more time",
+                    "no more is learned: training was to end %.0f s before its first step did; give it more time",
                     -self._seconds,
                 )
         over = (now - self._first_step_s) / max(1e-9, self._seconds)

@@ -21,7 +21,7 @@ def tokenizer_hash(checkpoint: str | Path) -> str:
         raise CheckpointError(f"{path}: no tokenizer.json; save the tokenizer in its fast form") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict) or "model" not in document:
+    if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise CheckpointError(f"{path}: not a tokenizer of the tokenizers library (no `model`)")
     content = {name: document.get(name) for name in _CONTENT}
     content["model"] = _canonical_model(document["model"])

@@ -256,7 +256,7 @@ class ResidentModel:
             prior_strength=growth.prior_strength,
             decay=growth.calibration_decay,
         )
-        # Beyond the depth of a block nothing can grow.
+        # Further steps would only widen a block's tree.
         self.pace = DraftSteps(min(draft.most_steps, draft.max_depth or draft.most_steps))
         self.steps, self._vocab_size = 0, draft.vocab_size
         self._committed = CommittedRows(each=draft.session_rows, total=round_rows)
@@ -272,13 +272,15 @@ class ResidentModel:
         # how many sessions it was launched for; 0 before there was one.
         no_gains = np.zeros(len(self._program.buckets), np.int64)
         self._early = [(no_gains, 0, 0) for _ in range(MOST_STEPS)]
+        # Rows of committed tokens that a round's first step had to compute, and how many sessions it was launched for.
+        self._first_rows = 0, 0
         self._times = StepTimes()
         # Steps that are not read, oldest first.
         self._under_way: deque[_Step] = deque()
         # Rounds since the last one with steps, and whether steps of the round that is read had anything to do.
         self._rested, self._has_begun = 0, False
-        # Rows of committed tokens for which a step had no room, since the last one that holds prompts; 0 if none had.
-        self._unfit = 0
+        # Rows of committed tokens that a step would have needed room for, until one that holds prompts is launched.
+        self._unfit_rows = 0
         self._read = 0
         # By row: tokens of the opening that no launched step computes, and rows that the device may not know yet.
         self._opening, self._is_new = np.zeros(pool.sessions, np.int64), np.zeros(pool.sessions, np.bool_)
@@ -372,7 +374,7 @@ class ResidentModel:
                 bucket = self._first_bucket(rows[~self._is_new[rows]], len(rows), is_sync=is_sync)
             elif is_sync:
                 # The widest of those that hold no prompts.
-                bucket = max(program.for_prompts - 1, 0)
+                bucket = max(program.first_prompt_bucket - 1, 0)
             else:
                 bucket = self._bucket_as_before(number, len(rows))
             program.launch(bucket, processes=processes, is_first=number == 0)
@@ -394,14 +396,14 @@ class ResidentModel:
         opening, program = self._opening[rows], self._program
         committed = self._committed_rows(sessions, is_sync=is_sync)
         has_long = (opening > SHORT_GAP).any() or self._committed.each + self._rested > SHORT_GAP
-        if has_long or self._unfit:
+        if has_long or self._unfit_rows:
             # As `select` shares a chunk.
             is_long, left = opening > SHORT_GAP, self._growth.max_step_tokens
             taken = np.minimum(opening, np.maximum(left - (np.cumsum(is_long * opening) - is_long * opening), 0))
             taken = np.where(is_long, taken, opening)
             self._opening[rows] -= taken
-            needed, self._unfit = self._unfit + committed + int(taken.sum()), 0
-            return program.holding(needed, sessions, first=program.for_prompts)
+            needed, self._unfit_rows = self._unfit_rows + committed + int(taken.sum()), 0
+            return program.holding(needed, sessions, first=program.first_prompt_bucket)
         self._opening[rows] = 0
         if self._rested or opening.any() or is_sync:
             return program.holding(committed + int(opening.sum()), sessions)
@@ -409,11 +411,13 @@ class ResidentModel:
 
     def _committed_rows(self, sessions: int, *, is_sync: bool = False) -> int:
         """Return how many rows of committed tokens a round's first step may have to compute."""
-        (_, roots, before), most = self._early[0], self._committed.of(sessions)
+        (rows, before), most = self._first_rows, self._committed.of(sessions)
         if self._rested or is_sync:
             return most + self._rested * sessions
-        # As many as last time and half as many again, if the load was about the same.
-        return min(most, roots + roots // 2 + SHORT_GAP) if before <= 2 * sessions <= 4 * before else most
+        # As many as last time and a quarter more, if the load was about the same.
+        if 0 < before <= 2 * sessions <= 4 * before:
+            most = min(most, 5 * rows * sessions // (4 * before) + 1)
+        return most
 
     def _bucket_as_before(self, number: int, sessions: int) -> int:
         """Return the bucket of a step without prompts, by the last one like it if the load was about the same."""
@@ -421,7 +425,7 @@ class ResidentModel:
         if before <= 2 * sessions <= 4 * before:
             found = program.choose(gains, roots, sessions, self._times.of_buckets(reads=self._reads(number)))
             if program.buckets[found].sessions >= sessions:
-                # What a round commits varies, and who has no room waits for the next round.
+                # What a round commits varies, and a session without room waits a round.
                 return found if number else max(found, program.holding(self._committed_rows(sessions), sessions))
         return self._usual_bucket(number, sessions)
 
@@ -464,11 +468,13 @@ class ResidentModel:
         rows, _, lines, _, began, ended, _ = counts
         gains, (_, in_step, needed) = early[:-2], early[-2:].view(np.int32)[:3].tolist()
         if gains[step.bucket] >= 0:
-            if step.bucket < program.for_prompts:
+            if step.bucket < program.first_prompt_bucket:
                 self._early[step.number] = gains, min(needed, in_step), step.sessions
-        elif gains[-1] >= 0 and all(program.buckets[other.bucket].rows < needed for other in self._under_way):
+                if not step.number:
+                    self._first_rows = needed, step.sessions
+        elif gains[-1] >= 0 and all(gains[each.bucket] < 0 or self._reads(each.number) for each in self._under_way):
             # Otherwise it waits for slots, or a step under way has room.
-            self._unfit = max(self._unfit, needed)
+            self._unfit_rows, self._first_rows = max(self._unfit_rows, needed), (0, 0)
         step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1

@@ -20,7 +20,7 @@ Shapes: S sessions, R rows and L rows with children of a bucket, K children of a
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -61,7 +61,7 @@ _LEAST_RECORDS, _SESSION_RECORDS = 4096, 16
 _CPU = torch.device("cpu")
 # Rows and sessions of the buckets on a GPU: in between a step takes as long as in the next larger one.
 _RUNGS, _SESSIONS = (8, 32, 64, 128, 256, 512, 1024), (1, 16, 64)
-# Rows of steps that compute prompts, beside the most that there can be: most prompts are short.
+# Rows of the smaller buckets for prompts; most prompts are short.
 _PROMPT_RUNGS = (256, 512, 1024)
 
 
@@ -73,7 +73,7 @@ class Bucket:
     sessions: int  # sessions that fit
     most: int  # most rows of one session
     entries: int  # most entries that are expanded
-    holds_prompts: bool = False  # else gaps are short
+    holds_prompts: bool = False  # whether a session may take more than SHORT_GAP committed tokens
 
     @property
     def lines(self) -> int:
@@ -184,7 +184,7 @@ class GrowthProgram:
         # Where each commit makes a gap, the smallest bucket has room for a session's.
         least_rows = SHORT_GAP if regrows else 1
         self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu, committed=committed, least_rows=least_rows)
-        self.for_prompts = next(number for number, bucket in enumerate(self.buckets) if bucket.holds_prompts)
+        self.first_prompt_bucket = next(number for number, bucket in enumerate(self.buckets) if bucket.holds_prompts)
         # times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
         self.times_ns = self.reading_ns = [float(bucket.rows) for bucket in self.buckets]
         shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
@@ -300,12 +300,11 @@ class GrowthProgram:
         times_ns = times_ns or self.times_ns
         if not roots and not gains.any():
             return self.holding(self._committed.of(sessions), sessions)
-        best, best_rate = len(gains) - 1, 0.0
-        for bucket, gain in enumerate(gains.tolist()):
-            rate = (gain / GAIN_SCALE + roots) / times_ns[bucket] if gain >= 0 else -1.0
-            if rate > best_rate:
-                best, best_rate = bucket, rate
-        return best
+        fitting = np.flatnonzero(gains >= 0).tolist()
+        # One for prompts only where no other holds all sessions.
+        ordinary = [bucket for bucket in fitting if bucket < self.first_prompt_bucket]
+        rates = {bucket: (int(gains[bucket]) / GAIN_SCALE + roots) / times_ns[bucket] for bucket in ordinary or fitting}
+        return max(rates, key=rates.__getitem__, default=len(gains) - 1)
 
     def holding(self, rows: int, sessions: int, *, first: int = 0) -> int:
         """Return a bucket, from `first` on, that holds so many rows and sessions; the last one if none does."""
@@ -388,13 +387,7 @@ class GrowthProgram:
         Returns:
             The bucket that it ran in, the step, its rows with padding, and logits after the processors without.
         """
-        wanted = self.buckets[bucket]
-        fitting = (
-            number
-            for number in sorted(self._hosted)
-            if self.buckets[number].rows >= wanted.rows and self.buckets[number].sessions >= wanted.sessions
-        )
-        bucket = next(fitting, bucket)
+        bucket = self.bucket_among(self._hosted, bucket)
         if bucket in self._hosted:
             graph, found = self._hosted[bucket]
             graph.replay()
@@ -404,6 +397,18 @@ class GrowthProgram:
             torch.cuda.current_stream(self.device).synchronize()
         packed, rows, logits = found
         return bucket, packed, rows, logits[: int(rows.count[0])]
+
+    def bucket_among(self, numbers: Collection[int], bucket: int) -> int:
+        """Return the first of some buckets that holds whatever a bucket holds; that itself if none of them does."""
+        wanted, buckets = self.buckets[bucket], self.buckets
+        found = (
+            number
+            for number in sorted(numbers)
+            if buckets[number].rows >= wanted.rows
+            and buckets[number].sessions >= wanted.sessions
+            and buckets[number].most >= wanted.most
+        )
+        return next(found, bucket)
 
     def _rank(self, logits: torch.Tensor, rows: SampledRows) -> None:
         tokens, log_q, scores = coupled_topk_scored(
@@ -510,7 +515,7 @@ class GrowthProgram:
         return time_buckets(len(self.buckets), lambda bucket: self._graphs[bucket, False, reads].replay(), stream)
 
     def _is_hosted(self, bucket: int) -> bool:
-        """True if steps with a part of the host run in this bucket: the widest of each number of sessions."""
+        """True if hosted steps run in this bucket: the widest of each number of sessions, and those for prompts."""
         own, following = self.buckets[bucket], self.buckets[bucket + 1 :]
         return all(other.sessions != own.sessions or other.most > own.most for other in following)
 

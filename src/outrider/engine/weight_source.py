@@ -163,7 +163,7 @@ class SafetensorsSource:
         if self._slice(name).get_dtype() not in _FLOATS:
             raise CheckpointError(f"{self._path(name)}: {name} is {self._slice(name).get_dtype()} and has {rows}, "
                                   "for which floats are needed")  # fmt: skip
-        if len(found.get_shape()) != 1 or found.get_dtype() not in _INTEGERS:
+        if len(found.get_shape()) != 1 or not found.get_shape()[0] or found.get_dtype() not in _INTEGERS:
             raise CheckpointError(f"{self._path(rows)}: {rows} is {found.get_dtype()} of shape "
                                   f"{list(found.get_shape())}, a list of whole numbers needed")  # fmt: skip
         least, most = (int(each) for each in found[:].aminmax())

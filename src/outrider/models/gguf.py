@@ -25,9 +25,11 @@ _ARCHITECTURE, _STRING = "general.architecture", 8
 # Bytes of a value, by the number of its type; strings and lists have no fixed size.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MOST_TEXT = 1 << 16
+# Of what is written: another number makes folders anew.
+_FORMAT = 2
 # What a tokenizer's special tokens are called: by transformers, and in a file.
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Of a byte-level BPE tokenizer, which files call gpt2: any text is bytes, and every byte has a token.
+# Of GPT-2's tokenizer and those like it: any text is bytes, and every byte has a token.
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 _BYTE_LEVEL_MODEL = {
     "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
@@ -61,7 +63,7 @@ def folder_of_gguf(file: Path, cache: Path | None = None) -> Path:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    return (cache or cache_folder()) / "gguf" / f"{file.stem}-{digest[:16]}"
+    return (cache or cache_folder()) / "gguf" / f"{file.stem}-{digest[:16]}-{_FORMAT}"
 
 
 def checkpoint_of_gguf(file: Path, cache: Path | None = None) -> Path:
@@ -147,15 +149,17 @@ def _write(file: Path, folder: Path) -> None:
 
 
 def describe_byte_level(file: Path) -> None:
-    """Write a byte-level BPE tokenizer as its kind is published, whatever version of transformers has converted it.
+    """Write a tokenizer like GPT-2's, such as SmolLM2's, as its kind is published, whatever has converted it.
 
-    Some versions give it SentencePiece's ways with bytes and spaces, and a draft and a target of one model then seem to
-    have different tokenizers.
+    Some versions of transformers give it SentencePiece's ways with bytes and spaces, and a draft and a target of one
+    model then seem to have different tokenizers. One with ways of its own to split texts stays as it is.
     """
     document = json.loads(file.read_text(encoding="utf-8"))
-    document |= {"normalizer": None, "decoder": _BYTE_LEVEL}
-    if document["pre_tokenizer"]["type"] == "ByteLevel":
-        document["pre_tokenizer"] = _BYTE_LEVEL | {"add_prefix_space": False}
+    if (document["pre_tokenizer"] or {}).get("type") != "ByteLevel":
+        return
+    if document["normalizer"] == {"type": "Sequence", "normalizers": []}:
+        document["normalizer"] = None
+    document |= {"pre_tokenizer": _BYTE_LEVEL | {"add_prefix_space": False}, "decoder": _BYTE_LEVEL}
     document["model"] |= _BYTE_LEVEL_MODEL
     file.write_text(json.dumps(document, ensure_ascii=False, indent=2), encoding="utf-8")
 

@@ -6,7 +6,7 @@ import pytest
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror
 
 from outrider.drafting.config import GrowthConfig, step_defaults
-from outrider.drafting.program import CommittedRows, growth_buckets
+from outrider.drafting.program import CommittedRows, GrowthProgram, growth_buckets
 from outrider.kernels.pool.select import SHORT_GAP
 from outrider.sampling import SamplingSpec
 
@@ -61,6 +61,17 @@ def test_short_prompts_have_smaller_buckets_than_a_chunk():
     assert [buckets[number].rows for number in numbers] == [256, 512, 1024, 2048 + widest]
     assert [buckets[number].most for number in numbers] == [256, 512, 1024, 2048 + SHORT_GAP]
     assert all(buckets[number].sessions == 64 for number in numbers)
+
+
+@pytest.mark.parametrize("sessions", [1, 64, 256])
+def test_a_step_with_a_part_of_the_host_has_room_for_its_prompt(sessions: int):
+    program, config = object.__new__(GrowthProgram), GrowthConfig(**step_defaults("cuda"), max_step_tokens=2048)
+    program.buckets = growth_buckets(config, sessions, on_gpu=True, committed=CommittedRows())
+    captured = [number for number in range(len(program.buckets)) if program._is_hosted(number)]
+    for number, wanted in enumerate(program.buckets):
+        own = program.buckets[program.bucket_among(captured, number)]
+        assert own.rows >= wanted.rows and own.sessions >= wanted.sessions and own.most >= wanted.most
+        assert program.bucket_among(captured, number) in captured
 
 
 def test_the_prompt_is_computed_in_chunks_beside_which_others_grow():
