@@ -59,7 +59,7 @@ class MidLayer(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TextRows:
-    """What chains read of texts: the rows of step 0.
+    """Rows of texts that chains read: those of step 0.
 
     Attributes:
         embedded: [N * T, C] of the tokens after the rows.

@@ -304,7 +304,7 @@ def drawn_sequences(count: int, batch: int, *, seed: int, begin: int, device: to
 
 @dataclass(kw_only=True, eq=False)
 class LoopState:
-    """What a loop goes on with.
+    """State that a loop goes on with.
 
     Attributes:
         draft: that learns.

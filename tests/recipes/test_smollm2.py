@@ -276,7 +276,7 @@ def distil(recipe: Any, target: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def learning_rate(state: dict[str, Any]) -> float:
-    """Of the last step, as a share of the highest."""
+    """Return the learning rate of the last step, as a share of the highest."""
     return max(group["lr"] / group["peak_lr"] for each in state["optimisers"] for group in each["param_groups"])
 
 
@@ -295,7 +295,7 @@ def test_the_draft_learns_and_its_learning_rate_ends_at_zero(distil: Any) -> Non
 
 
 def test_a_training_that_goes_on_near_its_end_anneals(distil: Any) -> None:
-    """What is left of the schedule may be shorter than reading the text again."""
+    """The rest of the schedule may be shorter than reading the text again."""
     done, cut = distil(seconds=40, remaining_s=37)
     assert (done, cut["progress"]) == (False, pytest.approx(31 / 34))
     done, ended = distil(seconds=40)

@@ -184,6 +184,7 @@ class GrowthProgram:
         # Where each commit makes a gap, the smallest bucket has room for a session's.
         least_rows = SHORT_GAP if regrows else 1
         self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu, committed=committed, least_rows=least_rows)
+        # Number of the first one with room for prompts.
         self.first_prompt_bucket = next(number for number, bucket in enumerate(self.buckets) if bucket.holds_prompts)
         # times_ns, reading_ns: time of a step of each bucket; of one that reads an earlier one's logits.
         self.times_ns = self.reading_ns = [float(bucket.rows) for bucket in self.buckets]

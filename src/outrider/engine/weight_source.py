@@ -82,7 +82,7 @@ class SafetensorsSource:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors that it hands out."""
+        """Names of all tensors that it hands out."""
         return frozenset(self._file_of) - {_rows_of(name) for name in self._file_of}
 
     @property

@@ -121,7 +121,7 @@ def test_logits_are_those_that_transformers_gives_of_the_file(tmp_path: Path, ki
 
 
 def test_versions_of_transformers_describe_one_tokenizer_in_one_way(tmp_path: Path):
-    """What 5.17 makes of a byte-level tokenizer becomes what 5.23 makes of it."""
+    """Transformers 5.17 describes a byte-level tokenizer in other words than 5.23."""
     model, file = tiny_llama(heads=4, kv_heads=2, head_dim=16, is_tied=True), tmp_path / "tiny.gguf"
     write(file, model, gguf.GGMLQuantizationType.F32)
     folder = own.checkpoint_of_gguf(file, tmp_path / "cache")
