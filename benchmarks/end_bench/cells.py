@@ -66,6 +66,7 @@ class Cell:
         rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
         turn: the cells of one turn are compared with each other.
+        coordinators: that the sessions are spread over.
         target_gpus: of each target.
         most_gpus: that there are; workers of further ones share the last.
         link: role of the workers whose round trips with their coordinator are longer.
@@ -79,6 +80,7 @@ class Cell:
     rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
     turn: int = 0
+    coordinators: int = 1
     target_gpus: int = 1
     most_gpus: int = 4
     link: str = ""
@@ -98,6 +100,8 @@ class Cell:
             parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
         if self.link:
             parts.append(f"{self.added_ms:g} ms to {self.link}")
+        if self.coordinators > 1:
+            parts.append(f"{self.coordinators} coordinators")
         return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
 
 
@@ -113,6 +117,7 @@ class Plan:
         synthetic: rates; cells at the first temperature, for every number of sessions.
         round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
         turns: how often all of it.
+        coordinators: of each setup.
         target_gpus: of each target.
         gpus: that there are.
     """
@@ -126,6 +131,7 @@ class Plan:
     synthetic: tuple[float, ...] = ()
     round_trips: Sequence[float] = ()
     turns: int = 1
+    coordinators: int = 1
     target_gpus: int = 1
     gpus: int = 4
 
@@ -139,7 +145,7 @@ def cells_of(plan: Plan) -> list[Cell]:
     """All cells, turn after turn, those that the others are compared with first."""
     cells = [*_baselines(plan)] if plan.base is None else [*_compared(plan, plan.base), *_baselines(plan)]
     return [
-        replace(cell, turn=turn, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
+        replace(cell, turn=turn, coordinators=plan.coordinators, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
         for turn in range(plan.turns)
         for cell in dict.fromkeys(cells)
     ]
