@@ -157,12 +157,12 @@ for name in "$@"; do
                     --temperatures 0 1 --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake"
             done ;;
         # Four sessions come first: their prompts are prefilled before they are measured, and the single one repeats them.
-        # The embedded models know no such lengths: only accepted at a rate their drafts say what rounds would give.
+        # The embedded models know no such lengths: what they draft is wrong, and the service learns that from coupled cells.
         long-prompts) widened target 8b 33792
             widened draft 160m 33792
             for tokens in 8192 32768; do
                 end_to_end "long_prompts_$tokens" 150 --setups 1+1 --modes off async --sessions 4 1 --temperatures 0 \
-                    --target "$checkpoints/target-8b-33792" --draft "$checkpoints/draft-160m-33792" --synthetic 0.8 \
+                    --target "$checkpoints/target-8b-33792" --draft "$checkpoints/draft-160m-33792" --synthetic 0.8 --only-synthetic \
                     --prompt-tokens "$tokens" --prompt-count 4 --max-new-tokens 512 \
                     --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake"
             done ;;

@@ -115,6 +115,7 @@ class Plan:
         baselines_at: temperatures of the other setups.
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
+        only_synthetic: no other drafts with the first setup.
         round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
         turns: how often all of it.
         coordinators: of each setup.
@@ -129,6 +130,7 @@ class Plan:
     baselines_at: Sequence[float] = ()
     rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
+    only_synthetic: bool = False
     round_trips: Sequence[float] = ()
     turns: int = 1
     coordinators: int = 1
@@ -156,9 +158,10 @@ def _compared(plan: Plan, base: Setup) -> Iterator[Cell]:
         return Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions, **more)
 
     drafted = [mode for mode in _FIRST_MODES[1:] if mode in plan.modes]
+    coupled = [mode for mode in plan.modes if mode == "off" or not plan.only_synthetic]
     for temperature in plan.temperatures:
         for sessions in plan.sessions:
-            for mode in sorted(plan.modes, key=_FIRST_MODES.index):
+            for mode in sorted(coupled, key=_FIRST_MODES.index):
                 yield cell(mode, temperature, sessions)
     for rule in plan.rules:
         for temperature in (temperature for temperature in plan.temperatures if temperature > 0):

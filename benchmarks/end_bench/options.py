@@ -52,6 +52,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         setups=[Setup.named(name) for name in arguments.setups],
         rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
+        only_synthetic=arguments.only_synthetic,
         round_trips=arguments.round_trips,
         turns=arguments.turns,
         coordinators=arguments.coordinators,
@@ -99,6 +100,10 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add(
         "--synthetic", type=float, nargs="*", default=[], metavar="RATE",
         help="also with drafts accepted at these rates, one a depth, the last for all deeper ones",
+    )  # fmt: skip
+    add(
+        "--only-synthetic", action="store_true",
+        help="no other drafts, from which the service would learn what the models agree on",
     )  # fmt: skip
     add(
         "--round-trips", type=float, nargs="*", default=[], metavar="MS",
@@ -159,6 +164,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--target and --draft: give both folders or none")
     if options.prompts is not None and options.target is None:
         parser.error("--prompts: not with the embedded pair, which has no chat template")
+    if options.only_synthetic and not options.synthetic:
+        parser.error("--only-synthetic: --synthetic needed, too")
     for name in ("arrivals", "coordinators", "gpus", "target_gpus", "prompt_count"):
         if (given := getattr(options, name)) is not None and given < 1:
             parser.error(f"--{name.replace('_', '-')}: {given} given, 1 or more needed")

@@ -62,6 +62,8 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
     assert [cell.sessions for cell in cells_of(plan(setups=[REPLICAS], baselines_at=[0.0], sessions=[1, 2]))] == [2]
     assert setups_of(cells_of(everything)) == [APART, REPLICAS, THREE_TARGETS, SHARED, RESIDENT]
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
+    alone = cells_of(plan(synthetic=(0.5,), only_synthetic=True))
+    assert [(cell.mode, cell.rule) for cell in alone] == [("off", "coupled"), ("async", "synthetic")]
     several = cells_of(plan(coordinators=2))
     assert [cell.coordinators for cell in several] == [2, 2]
     assert several[0].name == "off 1+1 2 coordinators, 4 sessions, temperature 0"
@@ -78,7 +80,7 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     assert options.worker_args == ["--max-num-seqs", "10", "--dtype", "float32"]
     several = service_options(parse(["--sessions", "8", "--coordinators", "2"]), setups=3, most_s=7)
     assert (several.coordinators, several.worker_args) == (2, ["--max-num-seqs", "13"])
-    for wrong in (["--target", "somewhere"], ["--coordinators", "0"], ["--prompt-count", "0"]):
+    for wrong in (["--target", "somewhere"], ["--coordinators", "0"], ["--prompt-count", "0"], ["--only-synthetic"]):
         with pytest.raises(SystemExit):
             parse(wrong)
 
