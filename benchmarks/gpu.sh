@@ -164,7 +164,8 @@ for name in "$@"; do
                 end_to_end "long_prompts_$tokens" 150 --setups 1+1 --modes off async --sessions 4 1 --temperatures 0 \
                     --target "$checkpoints/target-8b-33792" --draft "$checkpoints/draft-160m-33792" --synthetic 0.8 --only-synthetic \
                     --prompt-tokens "$tokens" --prompt-count 4 --max-new-tokens 512 \
-                    --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake"
+                    --kv-bytes 40000000000 \
+                    --draft-args="--kv-bytes 14000000000 $awake --min-path-value 0.0001 --min-acceptance 0.0001"
             done ;;
         replicas) end_to_end replicas 150 --setups 1+1 0+2 --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
         arriving) widened target 8b 8192
