@@ -465,6 +465,7 @@ class RoundProgram:
             pack = capture(lambda: self._pack(bucket))
             with self._lead(bucket, graph=bucket):
                 forward = capture(lambda: logits.copy_(self._forward(bucket)))
+            self._model.ranks.note_graph(forward)
             ends = {level: end(level) for level in (Level.PLAIN, Level.PROCESSED)}
             self._graphs[bucket] = _Graphs(pack, forward, ends)
             self._is_capturing = False

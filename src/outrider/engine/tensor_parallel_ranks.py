@@ -3,6 +3,7 @@
 import contextlib
 from concurrent.futures import Future
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 
@@ -37,6 +38,7 @@ class Ranks:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.failed: Future[None] = Future()  # done with the reason once another rank is lost
         self._collectives: Collectives | None = None
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()
 
     def least(self, value: int) -> int:
         """The least of the values that all ranks give; all must call it, as often."""
@@ -54,6 +56,10 @@ class Ranks:
         if self._collectives is not None:
             self._collectives.broadcast(words)
 
+    def note_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Take note of a graph with collectives in it: NCCL does not leave a group while there are any."""
+        self._graphs.add(graph)
+
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
         """Around a wait for what all ranks do; a follower ends with its leader, which watches all.
 
@@ -63,6 +69,8 @@ class Ranks:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Ends the followers and leaves the group."""
+        """Ends the followers and leaves the group; no graph with collectives may be run any more."""
+        for graph in self._graphs:
+            graph.reset()
         if self._collectives is not None:
             self._collectives.close()

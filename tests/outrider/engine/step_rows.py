@@ -168,6 +168,7 @@ class Steps:
         graph = torch.cuda.CUDAGraph()
         with self._lead(step, lines, graph=0), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self._run(step, lines)
+        self.runner.ranks.note_graph(graph)
 
         def replay() -> torch.Tensor:
             with self._lead(step, lines, graph=0):
