@@ -46,11 +46,11 @@ demo: setup ## start a service of its own, stream one completion, stop it
 	@printf 'import json\nfrom pathlib import Path\n\n\ndef read_settings(path):\n    ' | \
 		$(BIN)/outrider generate - --local --temperature 0.7 --seed 5 --max-new-tokens 160
 
-# Each process with one thread: small tensors gain nothing from more. Three on two cores: two of them begin with tests of
-# whole services, which wait a good part of their time, and the third with Triton's interpreter, which never does.
+# Three processes on two cores: two of them begin with tests of whole services, which wait a good part of their time, and
+# the third with Triton's interpreter, which never does. Each has one thread (tests/conftest.py).
 # Bytecode is kept, whatever the environment says: many of the processes that tests start import the same modules.
 test: setup ## run the tests, three side by side
-	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 3
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q --numprocesses 3
 
 FAULTS ?= 60
 SEED ?=

@@ -1,12 +1,18 @@
 """How tests are shared out where several processes run them (`make test`): files stay whole, and long ones begin."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+
+# One thread for each process, before any test imports torch. Small tensors gain nothing from more, and where other
+# processes keep the cores busy, each of their operations waits until all its threads have been scheduled: a test of
+# seconds takes minutes, and runs into its timeout.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # With its last channel grpc.aio ends its own thread, and waits for that for ever where an operation is still pending.
 # One that is held here keeps it alive; the next test would start it again anyway.

@@ -214,12 +214,13 @@ def test_the_gradient_of_distillation_is_autograd_s(recipe: Any, target: Path) -
 
 
 class Clock:
-    """Seconds by events instead of the machine's: given models take time by each pass."""
+    """Seconds by events instead of the machine's: given models take time by each pass, and each reading a tick."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, *, tick_s: float = 0.0) -> None:
+        self.now_s, self._tick_s = 0.0, tick_s
 
     def __call__(self) -> float:
+        self.now_s += self._tick_s
         return self.now_s
 
     def charge(self, model: Any, seconds: float) -> None:
@@ -237,16 +238,7 @@ READING_S = 5.0  # a step takes one second
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Steps on matrices so small wait for each other's threads longer than they take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def distil(recipe: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
+def distil(recipe: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call the distillation of one text in `tmp_path`, (seconds, deadline_s) -> (done, the state saved)."""
     distillation, training = importlib.import_module("distillation"), importlib.import_module("training")
     clock, model = Clock(), load(recipe, target).requires_grad_(False)
@@ -346,14 +338,20 @@ def test_rows_of_answers_come_first(recipe: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_recipe_in_little(recipe: Any, target: Path, tmp_path: Path) -> None:
+def test_the_whole_recipe_in_little(recipe: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops in time, goes on, and ends with a draft that is served and widened, and whose worth is measured."""
     command = ["--tiny", "--work", str(tmp_path), "--target", str(target), "--device", "cpu"]
-    assert recipe.main([*command, "--stages", "text"]) == 0
-    assert recipe.main([*command, "--stages", "train", "--train-minutes", "100", "--minutes", "0.05"]) == 75
-    assert recipe.main(command) == 0
+    with monkeypatch.context() as patched:
+        # By the machine's time another one, or a busy one, would train another draft.
+        patched.setattr("time.perf_counter", Clock(tick_s=0.01))
+        assert recipe.main([*command, "--stages", "text"]) == 0
+        assert recipe.main([*command, "--stages", "train", "--train-minutes", "100", "--minutes", "0.05"]) == 75
+        cut = torch.load(tmp_path / "draft.pt", weights_only=True)
+        assert 0 < cut["progress"] < 0.01
+        assert recipe.main(command) == 0
     state = torch.load(tmp_path / "draft.pt", weights_only=True)
     assert state["progress"] == 1
+    assert state["steps"] > cut["steps"]
     config, weights = load_small(tmp_path / "draft")
     vocab_size = recipe.shape_of_checkpoint(target).vocab_size
     assert weights["model.embed_tokens.weight"].shape == (vocab_size, 32)
@@ -375,8 +373,9 @@ def test_the_whole_recipe_in_little(recipe: Any, target: Path, tmp_path: Path) -
         for drafters in ("model", "head", "model+head")
     ]
     assert all(row["mean"] == pytest.approx((row["chat"] + row["quote"]) / 2, abs=1e-3) for row in rows)
-    # Random drafters are right now and then, the more so the more nodes they have.
-    assert sum(row["mean"] for row in rows) > len(rows)
+    # Random drafters are right now and then, and hardly trained ones.
+    for drafters in ("model", "head", "model+head"):
+        assert max(row["mean"] for row in rows if row["drafters"] == drafters) > 1
 
 
 def test_pairs_have_one_resident_drafter_at_most(recipe: Any, tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ class FixedTimes(CapturedTimes):
         return bucket, PrefillAllowance(most=min(demand.missing, self._chunk, self._buckets[bucket].prefill))
 
     def drafted_rates(self, demand: Demand, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
-        # As if a round took a second.
-        return (demand.sessions + gained) / (1e9 + drafted_ns)
+        # As if a round took a second, and a step a millisecond.
+        return (demand.sessions + gained) / (1e9 + 1e6 * np.arange(len(drafted_ns)))
 
 
 class FixedSteps(DraftSteps):
