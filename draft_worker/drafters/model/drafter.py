@@ -60,6 +60,7 @@ class ModelDrafter:
         device: of the model.
         captures: whether steps are CUDA graphs.
         grammars: compiles grammars; None where none is followed.
+        calibration: of all sessions; by default one that begins at its prior.
 
     Attributes:
         config: as given.
@@ -85,14 +86,11 @@ class ModelDrafter:
         device: torch.device | str = "cpu",
         captures: bool = False,
         grammars: GrammarCompiler | None = None,
+        calibration: AcceptanceCalibration | None = None,
     ) -> None:
         self.config, self.num_slots = config, num_slots
         self.vocab_size, self.max_model_len = vocab_size, config.max_model_len
-        self.calibration = AcceptanceCalibration(
-            branching=max(config.branching, 2),
-            prior_strength=config.prior_strength,
-            decay=config.calibration_decay,
-        )
+        self.calibration = calibration or AcceptanceCalibration(branching=max(config.branching, 2))
         self.launches = self.steps = self.slots_used = 0
         self.wake: Callable[[], None] = lambda: None
         self._program = GrowthProgram(
