@@ -80,11 +80,6 @@ class NgramTrie:
         """Nodes evicted so far."""
         return int(self.nodes.state[EVICTED])
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory that the nodes may take, in bytes; the system provides it as nodes are first used."""
-        return self._rows.nbytes + self._heads.nbytes
-
     def insert(self, *texts: tuple[Sequence[int], int]) -> None:
         """Count every run of up to D tokens that ends in tokens[start:], for each (tokens, start) given.
 
