@@ -32,7 +32,7 @@ class DraftWorkerConfig(WorkerConfig):
         ngram_max_trie_depth: tokens of an n-gram: all but the last are compared, and what is longer is not seen.
         ngram_min_breadth: most continuations of a node below the longest suffix that was seen before.
         ngram_max_breadth: likewise, below the shortest one; 1 makes a single branch.
-        ngram_draft_tokens: most nodes that are guessed for a session at a time.
+        ngram_draft_tokens: most nodes proposed for a session at a time.
         ngram_match_type: which continuations come first: prob, the most frequent; bfs, the most recent.
         ngram_corpus: a file of texts that the trie begins with, read in the background; may be given several times.
             JSON lines, each an object with "text" or "token_ids".

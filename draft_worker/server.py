@@ -108,27 +108,31 @@ def _metrics(loop: GrowthLoop, drafters: Drafters, *, model_name: str) -> Descri
 def _describe_ngram(families: Families, shared: "SharedTrie") -> None:
     """Describe what the n-gram drafter's trie has done."""
     counts, trie = shared.counts, shared.trie
-    families.counter("draft_ngram_matches", "Texts that were looked for in the trie.", counts.matches)
-    families.counter("draft_ngram_hits", "Of these, texts that end as one before that went on.", counts.hits)
-    families.counter("draft_ngram_matched_tokens", "Of the longest suffixes found, in sum.", counts.matched_tokens)
-    families.counter("draft_ngram_guessed_nodes", "Nodes of all trees that were found.", counts.proposed_nodes)
-    families.counter("draft_ngram_match_seconds", "Time that looking took.", counts.match_ns / 1e9)
+    families.counter("draft_ngram_matches", "Lookups of texts in the trie.", counts.matches)
+    families.counter(
+        "draft_ngram_hits", "Lookups that found a match: an end that occurred before and went on.", counts.hits
+    )
+    families.counter(
+        "draft_ngram_matched_tokens", "Total length of the longest suffixes found, in tokens.", counts.matched_tokens
+    )
+    families.counter("draft_ngram_proposed_nodes", "Tree nodes that were found in the trie.", counts.proposed_nodes)
+    families.counter("draft_ngram_match_seconds", "Time that lookups took.", counts.match_ns / 1e9)
     families.gauge(
         "draft_ngram_longest_wait_seconds",
-        "Longest that looking waited for an insertion.",
+        "Longest wait of a lookup for an insertion.",
         counts.longest_wait_ns / 1e9,
     )
-    families.counter("draft_ngram_put_off", "Looks that were put off instead of waiting longer.", counts.put_off)
+    families.counter("draft_ngram_put_off", "Lookups that were put off instead of waiting longer.", counts.put_off)
     families.gauge("draft_ngram_nodes", "Nodes of the trie.", len(trie))
     families.gauge("draft_ngram_capacity", "Most nodes that it may have.", trie.capacity)
     families.counter("draft_ngram_evicted_nodes", "Least recently used nodes that made room.", trie.evicted)
-    families.gauge("draft_ngram_waiting_tokens", "Of texts that wait to be inserted.", shared.waiting_tokens)
+    families.gauge("draft_ngram_waiting_tokens", "Tokens of texts waiting to be inserted.", shared.waiting_tokens)
     families.by_label(
-        "counter", "draft_ngram_queued_tokens", "Of texts that were taken for insertion.", "origin",
+        "counter", "draft_ngram_queued_tokens", "Tokens of texts that were taken for insertion.", "origin",
         {"sessions": counts.queued_tokens, "corpus": counts.corpus_tokens},
     )  # fmt: skip
-    families.counter("draft_ngram_inserted_tokens", "Of texts that are in the trie.", counts.inserted_tokens)
-    families.counter("draft_ngram_dropped_tokens", "Of texts that found the queue full.", counts.dropped_tokens)
+    families.counter("draft_ngram_inserted_tokens", "Tokens of texts that are in the trie.", counts.inserted_tokens)
+    families.counter("draft_ngram_dropped_tokens", "Tokens of texts that found the queue full.", counts.dropped_tokens)
     families.gauge("draft_ngram_inserting", "0 once the thread that inserts has failed.", float(not shared.failed))
 
 
