@@ -54,7 +54,7 @@ def attend_reference(
 
 class _ChainAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 `apply` gives arguments by position
+    def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, roots: Tensor, own_key: Tensor, own_value: Tensor
     ) -> Tensor:
         mixed, log_sum, ctx.backward_kernel = _fused(_spread(query, roots, key), key, value)

@@ -105,7 +105,7 @@ class NgramTrie:
 
 
 @compiled
-def find(tokens: Any, parents: Any, chains: Any, heads: Any, parent: int, token: int) -> int:  # noqa: PLR0917
+def find(tokens: Any, parents: Any, chains: Any, heads: Any, parent: int, token: int) -> int:
     """Return the parent's child with this token, or 0.
 
     The columns are passed one by one: passing a tuple of arrays costs a reference count of each.
@@ -117,7 +117,7 @@ def find(tokens: Any, parents: Any, chains: Any, heads: Any, parent: int, token:
 
 
 @compiled
-def _insert(nodes: Nodes, tokens: Any, ends: Any, starts: Any, depth: int, capacity: int) -> None:  # noqa: PLR0917
+def _insert(nodes: Nodes, tokens: Any, ends: Any, starts: Any, depth: int, capacity: int) -> None:
     first = 0
     for number in range(len(ends)):
         _insert_text(nodes, tokens[first : ends[number]], starts[number], depth, capacity)
