@@ -69,7 +69,7 @@ class FieldChecks:
 
     def whole(self, name: str, *, default: Any, low: int, high: int | None = None) -> Any:
         """A sampling parameter that is a whole number from `low` to `high`."""
-        if not self.params.HasField(name):  # pyright: ignore[reportArgumentType]
+        if not self.params.HasField(name):  # pyright: ignore[reportArgumentType] as above
             return default
         value = getattr(self.params, name)
         if value < low or (high is not None and value > high):

@@ -25,6 +25,7 @@ def speculation(
     for name, in_sync in (("max_nodes", limits.sync_nodes), ("max_depth", limits.sync_depth)):
         most = getattr(limits, name)
         default = min(in_sync, most) if mode is SpeculationMode.SYNC else most
+        # The generated stub lists the names.
         value = getattr(given, name) if given.HasField(name) else default  # pyright: ignore[reportArgumentType]
         if not 1 <= value <= most:
             fields.wrong(f"speculation.{name}", f"{value} given, 1 to {most} needed (mode 3, off, needs none)")

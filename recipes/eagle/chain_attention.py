@@ -32,6 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, roots: Tensor, own_key:
         roots: [M] int64, each chain's root among the N * T rows, none twice.
         own_key, own_value: [S, M, K, D].
     """
+    # The stubs do not know what a Function returns.
     return _ChainAttention.apply(query, key, value, roots, own_key, own_value)  # pyright: ignore[reportReturnType]
 
 
