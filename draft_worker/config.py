@@ -23,7 +23,8 @@ class DraftWorkerConfig(WorkerConfig):
             GPU is used), or model+ngram.
         model_path: checkpoint folder; default the embedded draft. With source ngram its tokenizer.json and config.json
             are read.
-        max_live_nodes: most nodes of one session's tree, whatever its credit.
+        max_live_nodes: most nodes of one session's tree, for the memory of this worker; a coordinator's own
+            max_live_nodes may ask for fewer.
         max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 128 on a GPU.
         max_session_nodes: of these, most of one session: with more a step takes longer, and a tree is less deep by the
             time that it is asked for.

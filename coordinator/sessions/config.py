@@ -39,7 +39,8 @@ class CoordinatorConfig:
         sync_nodes: nodes of a tree in sync mode, whose trees have the same size every round, unless a request says; no
             more than max_nodes.
         sync_depth: likewise its levels; no more than max_depth.
-        max_live_nodes: most nodes that a draft may hold for a choice.
+        max_live_nodes: most nodes that all drafts of a choice may hold together, for the target's pool takes no more;
+            a draft's own max_live_nodes bounds its memory.
         drafts_per_session: draft workers of each source that grow one choice's tree in async mode, where there are as
             many.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
