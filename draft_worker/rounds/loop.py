@@ -135,7 +135,7 @@ class GrowthLoop:
             now = drafters.launches, drafters.is_preparing
             if now != watched or not self.watch.age_s:
                 watched = now
-                self.watch.begins(None if drafters.is_preparing else _USUAL_S)
+                self.watch.begin(None if drafters.is_preparing else _USUAL_S)
             has_grown = False
             for growth in drafters.advance(self._without_matches(drafters)):
                 self._note(growth)
@@ -145,7 +145,7 @@ class GrowthLoop:
                 self._deliver()
             has_work = drafters.is_busy or has_grown or bool(self._waiting)
             if not has_work:
-                self.watch.rests()
+                self.watch.idle()
             elif not has_grown:
                 # Other threads may have the interpreter while the device works.
                 time.sleep(0)

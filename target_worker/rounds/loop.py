@@ -507,7 +507,7 @@ class RoundLoop:
             return False
         active = [session for session in self._by_row if session is not None and session.is_active]
         self._level = max((session.level for session in active if not session.is_aside), default=Level.PLAIN)
-        if self.is_busy and (self._level is Level.HOSTED or any(one.has_a_say for one in active)):
+        if self.is_busy and (self._level is Level.HOSTED or any(one.bars_launch_ahead for one in active)):
             return False
         return self._rounds.may_launch(self._has_running or self._has_chunks)
 
@@ -545,7 +545,7 @@ class RoundLoop:
             return self._can_run
         # The device may take a session for running that is kept from it, or not know yet that one is.
         return any(
-            session is not None and session.is_running and (self._can_run or session.told_reach != session.reach)
+            session is not None and session.is_running and (self._can_run or session.sent_reach != session.reach)
             for session in self._by_row
         )
 
@@ -553,19 +553,19 @@ class RoundLoop:
     def _has_chunks(self) -> bool:
         return any(session.is_prefilling for session in self._sessions.values())
 
-    def _tell_reach(self) -> None:
+    def _send_reach(self) -> None:
         """Tell the device how far sessions may go, each once it has reported what it was told before."""
         launched = self.rounds_read + len(self._launched)
         for session in self._by_row:
-            if session is None or session.told_reach == session.reach or session.told_round > self.rounds_read:
+            if session is None or session.sent_reach == session.reach or session.sent_round > self.rounds_read:
                 continue
             records = Records()
             records.limits(session.row, session.generation, end=session.limit, allow=session.reach)
             self._inbox.put(records.array())
-            session.told_reach, session.told_round = session.reach, launched + 1
+            session.sent_reach, session.sent_round = session.reach, launched + 1
 
     def _launch(self) -> None:
-        self._tell_reach()
+        self._send_reach()
         running = [session for session in self._by_row if session is not None and session.is_running]
         prompts = [session for session in self._sessions.values() if session.is_prefilling]
         # Those whose last chunk is under way are running by then.

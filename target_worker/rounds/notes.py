@@ -88,4 +88,4 @@ class RoundNotes(RoundObserver):
         if not self.is_watching:
             return
         # The first of its kind may be compiling. Without one under way sessions may be on their way to the device.
-        self.watch.begins(self._usual_s.get(self._kinds[0]) if self._kinds else USUAL_S)
+        self.watch.begin(self._usual_s.get(self._kinds[0]) if self._kinds else USUAL_S)

@@ -68,8 +68,8 @@ class Session:
         is_waiting: in sync mode, whether its next tree has not been released to a round.
         waits_since_ns: since when it could be verified without; None if it cannot be yet.
         tree_at: the length that its last whole tree was grown for.
-        told_reach: `reach` as the device was last told.
-        told_round: number of the round that this is told to.
+        sent_reach: `reach` as it was last sent to the device.
+        sent_round: number of the round that it was sent to.
         grammar: that its output has to match; None where it may be anything.
         row: of the pool, and of the slot table; -1 until it is known to no round.
         generation: of the row.
@@ -108,8 +108,8 @@ class Session:
     is_waiting: bool = field(init=False)
     waits_since_ns: int | None = None
     tree_at: int = 0
-    told_reach: int = 0
-    told_round: int = 0
+    sent_reach: int = 0
+    sent_round: int = 0
     grammar: SessionGrammar | None = None
     row: int = -1
     generation: int = 0
@@ -192,8 +192,8 @@ class Session:
         return self.mode is SpeculationMode.SYNC
 
     @property
-    def has_a_say(self) -> bool:
-        """True if it depends on the sessions of the round before who takes part in the next one."""
+    def bars_launch_ahead(self) -> bool:
+        """True if no round may be launched ahead while the session is active."""
         return self.is_sync or self.is_alone or self.is_aside
 
     def is_drafted_by(self, source: GrowthSource) -> bool:
@@ -220,7 +220,7 @@ class Session:
     @property
     def is_active(self) -> bool:
         """True if it may go on, or rounds may take it further for all that the device knows."""
-        return not self.is_held or self.length < self.told_reach
+        return not self.is_held or self.length < self.sent_reach
 
     @property
     def reach(self) -> int:

@@ -181,9 +181,9 @@ class RoundThread:
         elif loop.has_work:
             taken = self._inbox.take(_GLANCE_S)
         else:
-            self.watch.rests()
+            self.watch.idle()
             taken = self._inbox.take(loop.due_s)
-            self.watch.begins(USUAL_S)
+            self.watch.begin(USUAL_S)
         self._waiting.extend(taken)
         return not self._is_stopping
 
@@ -265,10 +265,10 @@ class RoundThread:
         work, done = self._alone[0]
         # Nobody knows how long it takes.
         self._notes.is_watching = False
-        self.watch.begins(None)
+        self.watch.begin(None)
         result = work(loop)
         self._notes.is_watching = True
-        self.watch.begins(USUAL_S)
+        self.watch.begin(USUAL_S)
         self._alone.popleft()
         for key, (owner, epoch) in list(self._owners.items()):
             if key not in loop.keys:
