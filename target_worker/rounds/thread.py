@@ -142,7 +142,7 @@ class RoundThread:
             loop = self._make_loop()
             loop.observer, loop.wake = self._notes, self._inbox.put
             self._note(loop)
-            self._notes.holdups.begin()
+            self._notes.slow_steps.begin()
             self.ready.set_result(loop)
             self._serve(loop)
         except BaseException as failure:  # noqa: BLE001 - handed on through `stopped`, where the server ends
