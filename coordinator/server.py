@@ -83,8 +83,6 @@ class CoordinatorServer:
                 default_max_new_tokens=config.default_max_new_tokens,
                 max_nodes=config.max_nodes,
                 max_depth=config.max_depth,
-                sync_nodes=config.sync_nodes,
-                sync_depth=config.sync_depth,
                 allow_synthetic=config.allow_synthetic,
             ),
             peers=self._peers,

@@ -40,7 +40,6 @@ class DraftWorkerConfig(WorkerConfig):
         branching: children of a node.
         min_path_value: nodes less likely to be reached are not expanded; default 0.03 on a CPU, 0.003 on a GPU.
         min_acceptance: children less likely to be accepted are not grown.
-        rejection_top_k: under the rejection rule, a token is drawn from this many of the most likely.
         rejection_acceptance: under the rejection rule, the estimate that a node is accepted.
 
     Raises:
@@ -62,7 +61,6 @@ class DraftWorkerConfig(WorkerConfig):
     branching: int = 4
     min_path_value: float | None = None
     min_acceptance: float = GrowthConfig.min_acceptance
-    rejection_top_k: int = GrowthConfig.rejection_top_k
     rejection_acceptance: float = GrowthConfig.rejection_acceptance
 
     def __post_init__(self) -> None:
