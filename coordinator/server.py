@@ -32,7 +32,7 @@ from outrider.errors import WorkerUnavailable
 from outrider.metrics.endpoint import MetricsEndpoint, on_loop
 from outrider.request_decoding import add_service
 from outrider.roles import collector
-from outrider.roles.open_files import allow_many_files
+from outrider.roles.ports import allow_many_files
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
