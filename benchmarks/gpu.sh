@@ -2,14 +2,16 @@
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
 #   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [draft] [end-to-end] [replicas] [arriving] [one-gpu]
-#                               [round-trips] [both] [vllm] [four-gpus] [pool] [rounds]
+#                               [round-trips] [coordinators] [long-prompts] [both] [vllm] [four-gpus]
+#                               [pool] [rounds]
 #                               [chat-model] [chat-head] [chat-block] [chat-two] [chat-vllm]
 #
 # Without names those of the first line, about twenty-five minutes on two GPUs; with one GPU leave out ranks,
-# end-to-end, replicas and arriving. Only by name: round-trips, longer links (three minutes); both, a resident head
-# beside a draft worker, and one with one guess a round whose target has both GPUs (four); vllm, the same loads on vLLM,
-# on both GPUs at once (six; VLLM names its interpreter); four-gpus (ten); pool, the candidate pool's tests, sanitizers
-# and figures (four); rounds, a target's rounds in process, with resident drafters too (nine).
+# end-to-end, replicas and arriving. Only by name: round-trips, longer links (three minutes); coordinators, one and two
+# before the same workers (four); long-prompts, of 8,192 and 32,768 tokens (four); both, a resident head beside a draft
+# worker, and one with one guess a round whose target has both GPUs (four); vllm, the same loads on vLLM, on both GPUs at
+# once (six; VLLM names its interpreter); four-gpus, and there a target on two of them (nine); pool, the candidate pool's
+# tests, sanitizers and figures (four); rounds, a target's rounds in process, with resident drafters too (nine).
 # Conversations, by what recipes/smollm2/all.sh has written to the folder $SMOLLM2, four minutes each: chat-model,
 # chat-head and chat-block, drafters on the target's GPU; chat-two, the draft model on a second one; chat-vllm, four
 # runs of vLLM, one on each GPU that there is. The first of them writes the target, which takes two minutes more.
@@ -17,7 +19,7 @@
 # another interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB, as much again for conversations; default
 # FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,20s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas arriving one-gpu
@@ -150,14 +152,32 @@ for name in "$@"; do
         end-to-end) end_to_end end_to_end 320 --setups 1+1 --modes off async --sessions 1 4 16 64 128 256 --temperatures 0 1 \
             --synthetic 0 --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake" ;;
         round-trips) end_to_end round_trips 180 --setups 1+1 --modes async --sessions 1 16 --temperatures 0 1 --round-trips 1 3 ;;
+        coordinators) for count in 1 2; do
+                end_to_end "coordinators_$count" 150 --coordinators "$count" --setups 1+1 --modes async --sessions 128 256 \
+                    --temperatures 0 1 --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake"
+            done ;;
+        # Four sessions come first: their prompts are prefilled before they are measured, and the single one repeats them.
+        # The embedded models know no such lengths: what they draft is wrong, and the service learns that from coupled cells.
+        long-prompts) widened target 8b 33792
+            widened draft 160m 33792
+            for tokens in 8192 32768; do
+                end_to_end "long_prompts_$tokens" 150 --setups 1+1 --modes off async --sessions 4 1 --temperatures 0 \
+                    --target "$checkpoints/target-8b-33792" --draft "$checkpoints/draft-160m-33792" --synthetic 0.8 --only-synthetic \
+                    --prompt-tokens "$tokens" --prompt-count 4 --max-new-tokens 512 \
+                    --kv-bytes 40000000000 \
+                    --draft-args="--kv-bytes 14000000000 $awake --min-path-value 0.0001 --min-acceptance 0.0001"
+            done ;;
         replicas) end_to_end replicas 150 --setups 1+1 0+2 --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
         arriving) widened target 8b 8192
             widened draft 160m 8192
             end_to_end arriving 100 --setups 1+1 --modes off async --sessions 32 --temperatures 0 --max-new-tokens 3000 \
                 --target "$checkpoints/target-8b-8192" --draft "$checkpoints/draft-160m-8192" --arriving 128 4096 ;;
-        # One draft for three targets, two for two, and none: tokens/s per GPU says how many targets a draft can feed.
-        four-gpus) end_to_end four_gpus 560 --gpus 4 --setups 1+1 1+3 2+2 0+4 --modes off async --sessions 64 128 192 \
-            --temperatures 0 1 --warm-up 1 --measure 2 ;;
+        # One draft for one, two and three targets, two for two, and none: tokens/s per GPU says how many a draft can feed.
+        four-gpus) end_to_end four_gpus 420 --gpus 4 --setups 1+1 1+2 1+3 2+2 0+4 --modes off async --sessions 64 128 192 \
+            --temperatures 0 1 --warm-up 1 --measure 2 --kv-bytes 50000000000 --draft-args="--kv-bytes 14000000000 $awake"
+            end_to_end four_gpus_tp2 150 --gpus 4 --target-gpus 2 --setups 2+1 --modes async --sessions 64 128 192 \
+                --temperatures 0 1 --warm-up 1 --measure 2 --kv-bytes 50000000000 \
+                --draft-args="--kv-bytes 14000000000 $awake" ;;
         # Sanitizers see one short history of every kernel.
         pool) gpu_tests pool_tests tests/kernels/pool tests/outrider/engine/test_round_rings.py
             for tool in memcheck racecheck; do
@@ -202,7 +222,7 @@ for name in "$@"; do
         chat-block) large block 8b block/head --of-target "$SMOLLM2/target"
             chat block resident block-8b --gpus 1 --modes async ;;
         chat-two) large draft 160m draft
-            chat two 1+1 draft-160m --gpus 2 --modes off async ;;
+            chat two 1+1 draft-160m --gpus 2 --modes async ;;
         chat-vllm) large target 8b target
             large draft 160m draft
             cards=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -s -d , -)}

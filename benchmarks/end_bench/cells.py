@@ -66,6 +66,7 @@ class Cell:
         rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
         turn: the cells of one turn are compared with each other.
+        coordinators: that the sessions are spread over.
         target_gpus: of each target.
         most_gpus: that there are; workers of further ones share the last.
         link: role of the workers whose round trips with their coordinator are longer.
@@ -79,6 +80,7 @@ class Cell:
     rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
     turn: int = 0
+    coordinators: int = 1
     target_gpus: int = 1
     most_gpus: int = 4
     link: str = ""
@@ -98,6 +100,8 @@ class Cell:
             parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
         if self.link:
             parts.append(f"{self.added_ms:g} ms to {self.link}")
+        if self.coordinators > 1:
+            parts.append(f"{self.coordinators} coordinators")
         return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
 
 
@@ -111,8 +115,10 @@ class Plan:
         baselines_at: temperatures of the other setups.
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
+        only_synthetic: no other drafts with the first setup.
         round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
         turns: how often all of it.
+        coordinators: of each setup.
         target_gpus: of each target.
         gpus: that there are.
     """
@@ -124,8 +130,10 @@ class Plan:
     baselines_at: Sequence[float] = ()
     rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
+    only_synthetic: bool = False
     round_trips: Sequence[float] = ()
     turns: int = 1
+    coordinators: int = 1
     target_gpus: int = 1
     gpus: int = 4
 
@@ -139,7 +147,7 @@ def cells_of(plan: Plan) -> list[Cell]:
     """All cells, turn after turn, those that the others are compared with first."""
     cells = [*_baselines(plan)] if plan.base is None else [*_compared(plan, plan.base), *_baselines(plan)]
     return [
-        replace(cell, turn=turn, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
+        replace(cell, turn=turn, coordinators=plan.coordinators, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
         for turn in range(plan.turns)
         for cell in dict.fromkeys(cells)
     ]
@@ -150,9 +158,10 @@ def _compared(plan: Plan, base: Setup) -> Iterator[Cell]:
         return Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions, **more)
 
     drafted = [mode for mode in _FIRST_MODES[1:] if mode in plan.modes]
+    coupled = [mode for mode in plan.modes if mode == "off" or not plan.only_synthetic]
     for temperature in plan.temperatures:
         for sessions in plan.sessions:
-            for mode in sorted(plan.modes, key=_FIRST_MODES.index):
+            for mode in sorted(coupled, key=_FIRST_MODES.index):
                 yield cell(mode, temperature, sessions)
     for rule in plan.rules:
         for temperature in (temperature for temperature in plan.temperatures if temperature > 0):

@@ -21,9 +21,7 @@ from benchmarks.end_bench.prompts import Prompts, conversations_of, prompts_of
 from benchmarks.end_bench.services import Services
 from rich.console import Console
 
-from outrider.client import Client
 from outrider.errors import OutriderError
-from outrider.v1 import generation_pb2
 
 # Sessions of a cell whose every verification is reported: reporting all of them would be a load of its own.
 _TRACED = 4
@@ -118,7 +116,7 @@ def measure(run: Run, console: Console) -> None:
     cells = cells_of(plan_of(arguments))
     with ExitStack() as stack:
         wanted = setups_of(cells)
-        options = service_options(arguments, coordinators=len(wanted), most_s=run.left_s)
+        options = service_options(arguments, setups=len(wanted), most_s=run.left_s)
         services = stack.enter_context(Services(options, wanted, say, log_folder=arguments.output))
         bench = Bench(
             services=services,
@@ -134,7 +132,7 @@ def measure(run: Run, console: Console) -> None:
 
 def _prompts(arguments: argparse.Namespace) -> Prompts:
     if arguments.prompts is None:
-        return prompts_of(arguments.prompt_tokens, arguments.target)
+        return prompts_of(arguments.prompt_tokens, arguments.target, most=arguments.prompt_count)
     return conversations_of(arguments.prompts, arguments.target)
 
 
@@ -163,7 +161,7 @@ def _measure_arrivals(run: Run, bench: Bench, asked: Arrivals, say: Callable[[st
     if run.left_s <= 0:
         run.left_out.append(asked.name)
         return
-    endpoint = bench.services.endpoints[asked.setup]
+    endpoint = bench.services.endpoints[asked.setup][0]
     if bench.services.links is not None:
         bench.services.links.lengthen("", 0.0)
     try:
@@ -202,12 +200,11 @@ class Bench:
 
     def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
         """Measures one cell, after so many seconds of its load."""
-        endpoint = self.services.endpoints[cell.setup]
         if self.services.links is not None:
             self.services.links.lengthen(cell.link, cell.added_ms)
         begin_s = time.monotonic() + _LEAD_S + warm_up_s
         load = Load(
-            endpoint=endpoint,
+            endpoints=self.services.endpoints[cell.setup],
             prompts=self.prompts,
             first=0,
             sessions=cell.sessions,
@@ -229,9 +226,9 @@ class Bench:
             self.prefilled[cell.setup] = first
         futures = self.drivers.drive(load)
         time.sleep(max(0.0, load.begin_s - time.monotonic()))
-        before = _totals(endpoint)
+        before = self.services.totals(cell.setup)
         time.sleep(max(0.0, load.end_s - time.monotonic()))
-        after = _totals(endpoint)
+        after = self.services.totals(cell.setup)
         driven = [future.result(timeout=_BACK_S) for future in futures]
         return CellFigures.of(cell, driven, before, after, begin_s=load.begin_s, end_s=load.end_s)
 
@@ -246,12 +243,6 @@ class Bench:
         for future in self.drivers.drive(replace(once, begin_s=until_s + _BACK_S / 2, end_s=until_s)):
             future.result(timeout=_PREFILL_S)
         return time.monotonic() - began_s
-
-
-def _totals(endpoint: str) -> generation_pb2.ServerInfo:
-    # A connection that is held meanwhile would be ended for asking after the server without having a call.
-    with Client(endpoint) as client:
-        return client.server_info()
 
 
 def _title(found: dict[str, Any]) -> str:

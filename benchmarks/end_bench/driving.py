@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Literal, cast
@@ -32,17 +34,18 @@ class Load:
     """What one process drives. Times are of `time.monotonic`, which all processes of a machine share.
 
     Attributes:
-        endpoint: of the coordinator.
+        endpoints: of the coordinators, which sessions are spread over.
         prompts: session s begins with the one at s, and goes on with those after it.
         first, sessions: the sessions' numbers.
-        traced: of these, so many have every verification reported.
+        traced: of those at the first coordinator, so many have every verification reported: rounds are numbered by the
+            stream between a coordinator and a target.
         mode, temperature, rule, synthetic: as of the cell.
         max_new_tokens: of every request.
         begin_s, end_s: what is counted; sessions start at once and stop at the end. One that has found no place by then
             tries on until the begin, where that is later: nothing is counted, and every session has run once.
     """
 
-    endpoint: str
+    endpoints: Sequence[str]
     prompts: Prompts
     first: int
     sessions: int
@@ -57,13 +60,14 @@ class Load:
 
     def options(self, session: int, count: int) -> GenerateOptions:
         """Of a session's request after `count` others."""
+        coordinators = len(self.endpoints)
         options: GenerateOptions = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "seed": _SEEDS_APART * session + count,
             "ignore_eos": not self.prompts.categories,
             "speculation": cast("Literal['async', 'sync', 'off']", self.mode),
-            "trace": session < self.first + self.traced,
+            "trace": session % coordinators == 0 and session < self.first + self.traced * coordinators,
         }
         return options | {"verification": self.rule, "synthetic_rates": self.synthetic}
 
@@ -138,9 +142,11 @@ def drive(load: Load) -> Driven:
 
 async def _drive(load: Load) -> Driven:
     driven = Driven()
-    async with AsyncClient(load.endpoint) as client, asyncio.TaskGroup() as group:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient(endpoint)) for endpoint in load.endpoints]
+        group = await stack.enter_async_context(asyncio.TaskGroup())
         for session in range(load.first, load.first + load.sessions):
-            group.create_task(_session(client, load, session, driven))
+            group.create_task(_session(clients[session % len(clients)], load, session, driven))
     return driven
 
 

@@ -77,6 +77,39 @@ class RoundFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What the coordinators of a setup have counted since they began, summed.
+
+    Attributes:
+        verified: verifications of a session.
+        nodes: verified in them.
+        accepted: of these.
+        steps: of targets; one with sessions of two coordinators counts twice.
+        cpu_s: that the coordinators' processes have computed.
+        workers: as the first of them knows them; they serve all.
+    """
+
+    verified: int
+    nodes: int
+    accepted: int
+    steps: int
+    cpu_s: float
+    workers: Sequence[generation_pb2.WorkerStatus]
+
+    @classmethod
+    def of(cls, infos: Sequence[generation_pb2.ServerInfo], *, cpu_s: float) -> Totals:
+        """From what each of them says, and their CPU time."""
+        return cls(
+            verified=sum(info.speculation.verify_steps for info in infos),
+            nodes=sum(info.speculation.spec_draft_tokens for info in infos),
+            accepted=sum(info.speculation.spec_accepted_tokens for info in infos),
+            steps=sum(info.steps_total for info in infos),
+            cpu_s=cpu_s,
+            workers=infos[0].workers,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CellFigures:
     """One cell.
 
@@ -89,10 +122,11 @@ class CellFigures:
         tpot_ms, ttft_ms: medians over the requests that ended; None where none did.
         acceptance_length: emitted by a verification of a session.
         nodes: verified in one.
-        sessions_per_step: in a step of a target.
+        sessions_per_step: of one coordinator in a step of a target.
         draft_steps_per_s: of the drafts, as they last reported them: to within a heartbeat.
         target_busy: share of the time that each target spent in steps by its last heartbeat's account.
         draft_busy: likewise each draft.
+        coordinator_busy: cores that the coordinators' processes took, summed; 0 where the system does not tell.
         rounds: None where no two rounds were seen.
         categories: of the requests that ended.
     """
@@ -110,6 +144,7 @@ class CellFigures:
     draft_steps_per_s: float
     target_busy: tuple[float, ...]
     draft_busy: tuple[float, ...]
+    coordinator_busy: float
     rounds: RoundFigures | None
     categories: Sequence[CategoryFigures]
 
@@ -118,20 +153,17 @@ class CellFigures:
         cls,
         cell: Cell,
         driven: Sequence[Driven],
-        before: generation_pb2.ServerInfo,
-        after: generation_pb2.ServerInfo,
+        before: Totals,
+        after: Totals,
         *,
         begin_s: float,
         end_s: float,
     ) -> CellFigures:
-        """From what the clients saw, and the server's totals at begin and end."""
+        """From what the clients saw, and the coordinators' totals at begin and end."""
         seconds = end_s - begin_s
         tokens = sum(one.tokens for one in driven)
         tpot, ttft = ([value for one in driven for value in getattr(one, name)] for name in ("tpot_ms", "ttft_ms"))
-        verified = after.speculation.verify_steps - before.speculation.verify_steps
-        nodes = after.speculation.spec_draft_tokens - before.speculation.spec_draft_tokens
-        accepted = after.speculation.spec_accepted_tokens - before.speculation.spec_accepted_tokens
-        steps = after.steps_total - before.steps_total
+        verified = after.verified - before.verified
         requests = [request for one in driven for request in one.requests]
         return cls(
             cell=cell,
@@ -141,27 +173,28 @@ class CellFigures:
             tokens_per_s_per_gpu=tokens / seconds / cell.gpus,
             tpot_ms=statistics.median(tpot) if tpot else None,
             ttft_ms=statistics.median(ttft) if ttft else None,
-            acceptance_length=1 + accepted / max(verified, 1),
-            nodes=nodes / max(verified, 1),
-            sessions_per_step=verified / max(steps, 1),
+            acceptance_length=1 + (after.accepted - before.accepted) / max(verified, 1),
+            nodes=(after.nodes - before.nodes) / max(verified, 1),
+            sessions_per_step=verified / max(after.steps - before.steps, 1),
             draft_steps_per_s=(_draft_steps(after) - _draft_steps(before)) / seconds,
             target_busy=_busy(after, registry_pb2.WORKER_ROLE_TARGET),
             draft_busy=_busy(after, registry_pb2.WORKER_ROLE_DRAFT),
+            coordinator_busy=(after.cpu_s - before.cpu_s) / seconds,
             rounds=RoundFigures.of(requests, begin_s=begin_s, end_s=end_s),
             categories=by_category(answer for one in driven for answer in one.answers),
         )
 
 
-def _busy(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> tuple[float, ...]:
-    return tuple(load.busy for load in _loads(info, role))
+def _busy(totals: Totals, role: registry_pb2.WorkerRole) -> tuple[float, ...]:
+    return tuple(load.busy for load in _loads(totals, role))
 
 
-def _draft_steps(info: generation_pb2.ServerInfo) -> int:
-    return sum(load.steps for load in _loads(info, registry_pb2.WORKER_ROLE_DRAFT))
+def _draft_steps(totals: Totals) -> int:
+    return sum(load.steps for load in _loads(totals, registry_pb2.WORKER_ROLE_DRAFT))
 
 
-def _loads(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> list[common_pb2.WorkerLoad]:
-    return [worker.load for worker in info.workers if worker.introduction.role == role]
+def _loads(totals: Totals, role: registry_pb2.WorkerRole) -> list[common_pb2.WorkerLoad]:
+    return [worker.load for worker in totals.workers if worker.introduction.role == role]
 
 
 def speedups(cells: Sequence[CellFigures]) -> list[float | None]:

@@ -12,12 +12,12 @@ from benchmarks.end_bench.cells import Cell, Plan, Setup
 from benchmarks.end_bench.services import ServiceOptions
 
 
-def service_options(arguments: argparse.Namespace, *, coordinators: int, most_s: float) -> ServiceOptions:
-    """How the roles are started, which may take no longer than `most_s`."""
+def service_options(arguments: argparse.Namespace, *, setups: int, most_s: float) -> ServiceOptions:
+    """How the roles of so many setups are started, which may take no longer than `most_s`."""
     # One more where prompts arrive beside the others.
     most = max(arguments.sessions) + bool(arguments.arriving)
     # Each coordinator leaves a worker's last places to the others, one for each of them.
-    worker_args = ["--max-num-seqs", str(most + coordinators - 1)]
+    worker_args = ["--max-num-seqs", str(most + setups * arguments.coordinators - 1)]
     if arguments.dtype is not None:
         worker_args += ["--dtype", arguments.dtype]
     if arguments.kv_bytes is not None:
@@ -28,6 +28,7 @@ def service_options(arguments: argparse.Namespace, *, coordinators: int, most_s:
         device=arguments.device,
         target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
+        coordinators=arguments.coordinators,
         through_proxies=bool(arguments.round_trips),
         worker_args=worker_args,
         target_args=arguments.target_args.split(),
@@ -51,8 +52,10 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         setups=[Setup.named(name) for name in arguments.setups],
         rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
+        only_synthetic=arguments.only_synthetic,
         round_trips=arguments.round_trips,
         turns=arguments.turns,
+        coordinators=arguments.coordinators,
         target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
     )
@@ -99,6 +102,10 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         help="also with drafts accepted at these rates, one a depth, the last for all deeper ones",
     )  # fmt: skip
     add(
+        "--only-synthetic", action="store_true",
+        help="no other drafts, from which the service would learn what the models agree on",
+    )  # fmt: skip
+    add(
         "--round-trips", type=float, nargs="*", default=[], metavar="MS",
         help="also with so much longer round trips between coordinator and drafts, and between coordinator and "
         "targets; all workers are behind proxies then, in every cell",
@@ -113,6 +120,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--draft", type=Path, metavar="FOLDER")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")
     add("--target-gpus", type=int, default=1, help="of each target, which are tensor-parallel then")
+    add("--coordinators", type=int, default=1, help="of each setup, which its sessions are spread over")
     add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
     add("--dtype", choices=("float32", "bfloat16"))
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
@@ -122,6 +130,11 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         "each category are told",
     )  # fmt: skip
     add("--prompt-tokens", type=int, help="without --prompts: length of prompts, made of several; default as they are")
+    add(
+        "--prompt-count", type=int, metavar="COUNT",
+        help="without --prompts: so many, which sessions repeat and find in the prefix cache: else requests that begin "
+        "meanwhile are prefilled; default all 96",
+    )  # fmt: skip
     add("--max-new-tokens", type=int, default=128)
     add("--scale-to", type=float, metavar="LENGTH", help="also tell times per token scaled to this acceptance length")
     add("--warm-up", type=float, default=2.0, help="seconds of a cell that do not count")
@@ -151,8 +164,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--target and --draft: give both folders or none")
     if options.prompts is not None and options.target is None:
         parser.error("--prompts: not with the embedded pair, which has no chat template")
-    for name in ("arrivals", "gpus", "target_gpus"):
-        if (given := getattr(options, name)) < 1:
+    if options.only_synthetic and not options.synthetic:
+        parser.error("--only-synthetic: --synthetic needed, too")
+    for name in ("arrivals", "coordinators", "gpus", "target_gpus", "prompt_count"):
+        if (given := getattr(options, name)) is not None and given < 1:
             parser.error(f"--{name.replace('_', '-')}: {given} given, 1 or more needed")
     try:
         most = max(setup.targets for setup in plan_of(options).setups)

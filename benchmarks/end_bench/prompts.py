@@ -25,16 +25,16 @@ class Prompts:
     categories: Sequence[str] = ()
 
 
-def prompts_of(length: int | None, target: Path | None) -> Prompts:
-    """Return held-out prompts; where a length is asked for, each goes on with those that follow it."""
+def prompts_of(length: int | None, target: Path | None, *, most: int | None = None) -> Prompts:
+    """Return the first `most` held-out prompts; with a length, each goes on with those that follow it."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str((target or embedded_target_path()) / "tokenizer.json"))
     ids = [tokenizer.encode(text).ids for text in held_out_prompts()]
     if length is None:
-        return Prompts(token_ids=ids)
+        return Prompts(token_ids=ids[:most])
     joined = []
-    for first in range(len(ids)):
+    for first in range(len(ids))[:most]:
         prompt: list[int] = []
         place = first
         while len(prompt) < length:

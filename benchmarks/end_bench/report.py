@@ -29,6 +29,7 @@ _COLUMNS: Sequence[tuple[str, str, str]] = (
     ("exposed ms", "exposed_ms", "{:.2f}"),
     ("busy", "busy", "{:.0%}"),
     ("device", "device", "{:.0%}"),
+    ("coordinators busy", "coordinator_busy", "{:.0%}"),
 )
 _WORDS = ("setup", "mode")
 

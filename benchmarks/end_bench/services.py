@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.end_bench.cells import Setup
+from benchmarks.end_bench.figures import Totals
 from benchmarks.end_bench.links import Links
 
 from outrider.client import Client
@@ -69,6 +70,7 @@ class ServiceOptions:
         device: cpu, or cuda: then every worker sees its own GPU alone.
         target_gpus: of each target.
         gpus: that there are; workers of further ones share the last.
+        coordinators: of each setup.
         through_proxies: whether coordinators dial proxies of the workers.
         worker_args: of both kinds of workers.
         target_args, draft_args, coordinator_args: further ones.
@@ -80,6 +82,7 @@ class ServiceOptions:
     device: str
     target_gpus: int = 1
     gpus: int = 4
+    coordinators: int = 1
     through_proxies: bool = False
     worker_args: Sequence[str] = ()
     target_args: Sequence[str] = ()
@@ -89,7 +92,7 @@ class ServiceOptions:
 
 
 class Services:
-    """All of them at once, one coordinator each; use with `with`.
+    """All of them at once, each with coordinators of its own; use with `with`.
 
     Args:
         options: of their processes.
@@ -98,7 +101,7 @@ class Services:
         log_folder: where what the processes wrote to stderr is kept.
 
     Attributes:
-        endpoints: host:port of each one's coordinator.
+        endpoints: host:port of each one's coordinators.
         links: proxies between coordinators and workers, if there are any.
     """
 
@@ -111,9 +114,10 @@ class Services:
         log_folder: Path | None = None,
     ) -> None:
         self._options, self._setups, self._say, self._log_folder = options, setups, say, log_folder
-        self.endpoints: dict[Setup, str] = {}
+        self.endpoints: dict[Setup, list[str]] = {}
         self.links = Links() if options.through_proxies else None
         self._roles: dict[str, RoleProcess] = {}
+        self._coordinators: dict[Setup, list[RoleProcess]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -146,17 +150,27 @@ class Services:
         for role in self._roles.values():
             role.check_alive()
 
+    def totals(self, setup: Setup) -> Totals:
+        """Return what the coordinators of a setup have counted so far."""
+        infos = []
+        for endpoint in self.endpoints[setup]:
+            # A connection that is held meanwhile would be ended for asking after the server without having a call.
+            with Client(endpoint) as client:
+                infos.append(client.server_info())
+        return Totals.of(infos, cpu_s=sum(_cpu_s(role.process.pid) for role in self._coordinators[setup]))
+
     def _start(self, deadline: float) -> None:
         options = self._options
-        coordinators: dict[Setup, RoleProcess] = {}
+        arguments = ["--port", "0", *_model(options.target), *options.coordinator_args]
         for setup in self._setups:
-            name = f"coordinator of {setup.name}"
-            arguments = ["--port", "0", *_model(options.target), *options.coordinator_args]
-            coordinators[setup] = self._roles[name] = RoleProcess(name, "coordinator", arguments)
+            for number in range(options.coordinators):
+                name = f"coordinator-{number} of {setup.name}"
+                self._roles[name] = RoleProcess(name, "coordinator", arguments)
+                self._coordinators.setdefault(setup, []).append(self._roles[name])
         if not options.device.startswith("cuda"):
             prepare_forks()
-        for setup, coordinator in coordinators.items():
-            self.endpoints[setup] = coordinator.await_ready(deadline)
+        for setup, coordinators in self._coordinators.items():
+            self.endpoints[setup] = [coordinator.await_ready(deadline) for coordinator in coordinators]
         served: dict[Place, list[Setup]] = {}
         for setup in self._setups:
             for place in places_of(setup, target_gpus=options.target_gpus):
@@ -164,7 +178,8 @@ class Services:
         for place, setups in served.items():
             self._start_worker(place, setups)
         for setup in self._setups:
-            self._await_workers(self.endpoints[setup], setup.targets + setup.drafts, deadline)
+            for endpoint in self.endpoints[setup]:
+                self._await_workers(endpoint, setup.targets + setup.drafts, deadline)
 
     def _start_worker(self, place: Place, served: Sequence[Setup]) -> None:
         options = self._options
@@ -178,8 +193,8 @@ class Services:
             arguments += self.links.add(place.role)
         if place.is_resident:
             arguments += ["--draft-model", str(options.draft or embedded_draft_path())]
-        for setup in served:
-            arguments += ["--coordinators", self.endpoints[setup]]
+        for endpoint in (endpoint for setup in served for endpoint in self.endpoints[setup]):
+            arguments += ["--coordinators", endpoint]
         gpus = sorted({min(gpu, options.gpus - 1) for gpu in place.gpus})
         self._roles[place.name] = RoleProcess(
             place.name,
@@ -206,6 +221,15 @@ def visible_devices(gpus: Sequence[int]) -> str:
     """Return CUDA_VISIBLE_DEVICES of a worker on some of the GPUs that this process sees; those beyond are the last."""
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(dict.fromkeys(seen[min(gpu, len(seen) - 1)] if seen else str(gpu) for gpu in gpus))
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process's threads, without its children's; 0 where there is no /proc."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return 0.0
+    fields = stat.read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _model(folder: Path | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from benchmarks.end_bench import command
 from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of, setups_of
 from benchmarks.end_bench.driving import Driven, Load, Round
-from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
+from benchmarks.end_bench.figures import CellFigures, RoundFigures, Totals, as_dicts
 from benchmarks.end_bench.links import LISTENING, PROXIED, Links
 from benchmarks.end_bench.options import parse, plan_of, service_options
 from benchmarks.end_bench.prompts import Answer, CategoryFigures, Prompts, by_category, prompts_of
@@ -61,6 +62,11 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
     assert [cell.sessions for cell in cells_of(plan(setups=[REPLICAS], baselines_at=[0.0], sessions=[1, 2]))] == [2]
     assert setups_of(cells_of(everything)) == [APART, REPLICAS, THREE_TARGETS, SHARED, RESIDENT]
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
+    alone = cells_of(plan(synthetic=(0.5,), only_synthetic=True))
+    assert [(cell.mode, cell.rule) for cell in alone] == [("off", "coupled"), ("async", "synthetic")]
+    several = cells_of(plan(coordinators=2))
+    assert [cell.coordinators for cell in several] == [2, 2]
+    assert several[0].name == "off 1+1 2 coordinators, 4 sessions, temperature 0"
 
 
 def test_the_command_line_fills_in_what_a_device_can_do():
@@ -68,12 +74,15 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
     assert plan_of(on_gpu).setups == [APART, SHARED, REPLICAS]
     assert plan_of(on_gpu).baselines_at == [0, 1]
-    options = service_options(parse(["--sessions", "1", "8", "--dtype", "float32"]), coordinators=3, most_s=7)
+    options = service_options(parse(["--sessions", "1", "8", "--dtype", "float32"]), setups=3, most_s=7)
     assert options.start_timeout_s == 7
     # Eight sessions of one coordinator, and a place that it leaves to each of the others.
     assert options.worker_args == ["--max-num-seqs", "10", "--dtype", "float32"]
-    with pytest.raises(SystemExit):
-        parse(["--target", "somewhere"])
+    several = service_options(parse(["--sessions", "8", "--coordinators", "2"]), setups=3, most_s=7)
+    assert (several.coordinators, several.worker_args) == (2, ["--max-num-seqs", "13"])
+    for wrong in (["--target", "somewhere"], ["--coordinators", "0"], ["--prompt-count", "0"], ["--only-synthetic"]):
+        with pytest.raises(SystemExit):
+            parse(wrong)
 
 
 def test_workers_stand_on_gpus_of_their_own_unless_there_is_one():
@@ -127,6 +136,11 @@ def test_long_prompts_are_made_of_several():
     whole = prompts_of(None, None).token_ids
     assert prompts_of(len(whole[3]) + 2, None).token_ids[3] == [*whole[3], *whole[4][:2]]
     assert {len(prompt) for prompt in prompts_of(300, None).token_ids} == {300}
+    # Longer than all of them together.
+    longest = prompts_of(32768, None, most=2).token_ids
+    assert [len(prompt) for prompt in longest] == [32768, 32768]
+    assert longest[1][:9] == whole[1][:9]
+    assert prompts_of(None, None, most=3).token_ids == whole[:3]
 
 
 def test_answers_are_counted_by_category():
@@ -178,7 +192,8 @@ def figures(setup: Setup, mode: str, tokens: int, **changes: Any) -> CellFigures
             worker.introduction.role, worker.load.steps, worker.load.busy = role, steps, busy
     after.speculation.verify_steps, after.speculation.spec_accepted_tokens = 20, 30
     driven = [Driven(tokens=tokens, tpot_ms=[5.0, 7.0], requests=[rounds(1, 2, 3)]), Driven(tokens=1)]
-    return CellFigures.of(cell, driven, before, after, begin_s=0, end_s=2)
+    totals = [Totals.of([info] * cell.coordinators, cpu_s=cpu_s) for info, cpu_s in ((before, 2.0), (after, 3.0))]
+    return CellFigures.of(cell, driven, *totals, begin_s=0, end_s=2)
 
 
 def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
@@ -193,6 +208,12 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
     assert [cell["tokens_per_s_per_gpu"] for cell in found] == [50, 75, 75, 50]
     assert (found[1]["acceptance_length"], found[1]["sessions_per_step"], found[1]["tpot_ms"]) == (2.5, 2.0, 6.0)
     assert [found[1][name] for name in ("draft_steps_per_s", "target_busy", "draft_busy")] == [300, (0.75,), (0.5,)]
+    assert (found[1]["coordinator_busy"], found[1]["coordinators"]) == (0.5, 1)
+    # Two coordinators that say the same: twice the verifications, by the same workers.
+    (shared,) = as_dicts([figures(APART, "async", 299, coordinators=2)])
+    names = ("coordinators", "acceptance_length", "sessions_per_step", "draft_steps_per_s", "draft_busy")
+    assert [shared[name] for name in names] == [2, 2.5, 2.0, 300, (0.5,)]
+    assert Totals.of([generation_pb2.ServerInfo(steps_total=5)] * 2, cpu_s=0).steps == 10
     scaled = as_dicts(cells, scale_to=5.0)
     assert [cell.get("scaled_tpot_ms") for cell in scaled] == [None, 3.0, 3.0, None]
     assert json.loads(json.dumps(found))[1]["setup"] == "1+1"
@@ -200,13 +221,17 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
 
 def test_requests_of_a_session_differ_and_repeat_in_another_run():
     load = Load(
-        endpoint="", prompts=Prompts(token_ids=[[1]]), first=4, sessions=3, traced=1, mode="async", temperature=1.0,
+        endpoints=["a"], prompts=Prompts(token_ids=[[1]]), first=4, sessions=3, traced=1, mode="async", temperature=1.0,
         rule="synthetic", synthetic=(0.5,), max_new_tokens=8, begin_s=0, end_s=0,
     )  # fmt: skip
     options = [load.options(session, count) for session in (4, 5) for count in (0, 1)]
     assert len({one.get("seed") for one in options}) == 4
     assert [one.get("trace") for one in options] == [True, True, False, False]
     assert options[0].get("verification") == "synthetic"
+    # Every other session is at the second coordinator, whose rounds have numbers of their own.
+    several = replace(load, first=0, sessions=8, traced=2, endpoints=["a", "b"])
+    traced = [session for session in range(8) if several.options(session, 0).get("trace")]
+    assert traced == [0, 2]
 
 
 def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -235,6 +260,19 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
     for row in report["arrivals"]:
         assert all(0 < median <= largest for median, largest in (row["ttft_ms"], row["longest_ms"]))
     assert (tmp_path / "target-0.log").is_file()
+
+
+def test_sessions_are_spread_over_coordinators(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--coordinators", "2", "--sessions", "4", "--temperatures", "0", "--modes", "async", "--clients", "1"]
+    arguments += ["--prepare", "1", "--warm-up", "0.2", "--measure", "2", "--max-new-tokens", "48"]
+    assert command.main([*arguments, "--output", str(tmp_path)]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert (cell["coordinators"], cell["sessions"]) == (2, 4)
+    assert cell["tokens_per_s"] > 0 and cell["rounds"] > 0
+    # Half of the sessions are each one's.
+    assert 0 < cell["sessions_per_step"] <= 2
+    for number in range(2):
+        assert (tmp_path / f"coordinator-{number} of 1+1.log").is_file()
 
 
 def test_conversations_are_told_by_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
