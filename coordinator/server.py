@@ -14,6 +14,7 @@ from outrider import __version__
 from outrider.addresses import Resolve, resolver
 from outrider.coordinator.api.access import Access, TokenInterceptor
 from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.chat_template import load_chat_template, read_tokenizer_config
 from outrider.coordinator.api.http.server import HttpServer
@@ -31,7 +32,7 @@ from outrider.errors import WorkerUnavailable
 from outrider.metrics.endpoint import MetricsEndpoint, on_loop
 from outrider.request_decoding import add_service
 from outrider.roles import collector
-from outrider.roles.open_files import allow_many_files
+from outrider.roles.ports import allow_many_files
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
@@ -73,7 +74,7 @@ class CoordinatorServer:
             peers = resolver(config.peers)
         self._peers = Peers(incarnation=self._incarnation, resolve=peers, tls=config.tls)
         access, tokenizer = Access(config.token_file), TextTokenizer.load(config.tokenizer_folder)
-        generation = GenerationServicer(
+        generations = Generations(
             self.scheduler,
             model=model,
             tokenizer=tokenizer,
@@ -82,17 +83,13 @@ class CoordinatorServer:
                 default_max_new_tokens=config.default_max_new_tokens,
                 max_nodes=config.max_nodes,
                 max_depth=config.max_depth,
-                sync_nodes=config.sync_nodes,
-                sync_depth=config.sync_depth,
                 allow_synthetic=config.allow_synthetic,
             ),
-            server_info=self.info,
-            access=access,
             peers=self._peers,
         )
-        peer_service = PeerServicer(generation.generations, incarnation=self._incarnation)
-
-        generation.generations.on_refusal = self.scheduler.totals.note_refusal
+        generations.on_refusal = self.scheduler.totals.note_refusal
+        generation_service = GenerationServicer(generations, server_info=self.info, access=access)
+        peer_service = PeerServicer(generations, incarnation=self._incarnation)
         self.metrics = CoordinatorMetrics(
             self.scheduler,
             workers=self.registry.workers,
@@ -103,11 +100,11 @@ class CoordinatorServer:
         self.metrics_endpoint: MetricsEndpoint | None = None
 
         def add_services(server: grpc.aio.Server) -> None:
-            generation.add_to(server)
+            generation_service.add_to(server)
             add_service(self.registry, registry_pb2.DESCRIPTOR.services_by_name["RegistryService"], server)
             peer_service.add_to(server)
             if config.vllm_grpc:
-                self._vllm_door(generation).add_to(server)
+                self._vllm_door(generations, access).add_to(server)
 
         if config.tls is not None:
             config.tls.check(Role.COORDINATOR)
@@ -123,7 +120,7 @@ class CoordinatorServer:
             interceptors=[] if config.token_file is None else [TokenInterceptor(access)],
         )
         http_port = 0 if config.live_page and config.http_port is None else config.http_port
-        self._http = None if http_port is None else self._http_door(generation, http_port)
+        self._http = None if http_port is None else self._http_door(generation_service, http_port)
 
     @property
     def address(self) -> str:
@@ -140,13 +137,13 @@ class CoordinatorServer:
         """host:port of the HTTP door; empty where there is none."""
         return "" if self._http is None else self._http.address
 
-    def _vllm_door(self, service: GenerationServicer) -> "VllmEngineServicer":
+    def _vllm_door(self, generations: Generations, access: Access) -> "VllmEngineServicer":
         # Its messages are an extra.
         from outrider.coordinator.api.vllm.service import VllmEngineServicer
 
         return VllmEngineServicer(
-            service.generations,
-            service.access,
+            generations,
+            access,
             server_info=self.info,
             model_folder=self._config.model_folder,
             max_running=self._config.max_running_sessions,
@@ -154,7 +151,7 @@ class CoordinatorServer:
 
     def _http_door(self, service: GenerationServicer, port: int) -> HttpServer:
         config = self._config
-        routes, open_paths = self._http_routes(service)
+        routes, open_paths = self._http_routes(service.generations)
         app = create_app(
             service,
             template=load_chat_template(config.tokenizer_folder, config.chat_template),
@@ -168,13 +165,13 @@ class CoordinatorServer:
         warn_of_bind(host, tls_ca=config.tls, token_file=config.token_file)
         return HttpServer(app, host=host, port=port, shared_port=config.shared_http_port, tls=config.tls)
 
-    def _http_routes(self, service: GenerationServicer) -> tuple[list[BaseRoute], set[str]]:
+    def _http_routes(self, generations: Generations) -> tuple[list[BaseRoute], set[str]]:
         """What others serve by the HTTP door, and which of these paths need no token."""
         routes: list[BaseRoute] = [*metrics_routes(self.metrics.registry)]
         open_paths: set[str] = set()
         if self._config.live_page:
             hosts = (self._config.http_host or self._config.host,)
-            routes += live_routes(service.generations, lambda: self.scheduler.sessions, hosts=hosts)
+            routes += live_routes(generations, lambda: self.scheduler.sessions, hosts=hosts)
             open_paths.update(LIVE_PATHS)
         return routes, open_paths
 

@@ -11,12 +11,12 @@ docs/autoscaling.md explains it. One count is better than another if it gives mo
 A decision never rests on less than all coordinators: while one of them is silent, everything stays as it is.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.deploy.autoscaler_model import DemandWindow, Sample, speeds, window_of
 from outrider.deploy.config import DeployConfig
-from outrider.deploy.steadiness import Steadiness
 from outrider.v1 import generation_pb2
 
 # A count has to promise so much more than the one that is there.
@@ -32,6 +32,12 @@ _TRIAL_S = 5.0
 _MOST_PATIENCE = 8
 # Sessions by this factor more or fewer are a load of which the last trial says nothing.
 _OTHER_LOAD = 2.0
+# Between two workers that are ended.
+_PAUSE_S = 5.0
+# How many times `autoscale_down_s` the wait before a worker is ended may become.
+_MOST_CAUTION = 8
+# Looks are about a second apart: so much may lack at the far end of a span that counts as covered.
+_SLACK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,51 @@ class _Trial:
     failures: int
 
 
+class _Damping:
+    """A count that follows advice quickly upwards and slowly downwards.
+
+    Up to what was advised at every look of the last `up_s` at least; down, one at a time, where no look of the last
+    `down_s` advised as many. A count that had to be raised again soon after it was lowered is lowered later the next
+    time.
+    """
+
+    def __init__(self, *, up_s: float, down_s: float) -> None:
+        self._up_s, self._down_s = up_s, down_s
+        self._wait_s = down_s
+        self._advised: deque[tuple[float, int]] = deque()
+        self._raised_s = self._lowered_s = -float("inf")
+
+    def forget(self) -> None:
+        """Nothing was advised: signals were lost."""
+        self._advised.clear()
+
+    def count(self, advised: int, now: int, now_s: float) -> int:
+        """The count to have."""
+        held = self._advised
+        held.append((now_s, advised))
+        while now_s - held[0][0] > self._wait_s + _SLACK_S:
+            held.popleft()
+        covered_s = now_s - held[0][0] + _SLACK_S
+        least = min(count for at_s, count in held if now_s - at_s <= self._up_s)
+        if least > now and covered_s >= self._up_s:
+            return least
+        most = max(count for _, count in held)
+        if most < now and covered_s >= self._wait_s and now_s - self._lowered_s >= _PAUSE_S:
+            return now - 1
+        return now
+
+    def note_change(self, change: int, now_s: float) -> None:
+        """The count has changed by so many."""
+        if change < 0:
+            if now_s - self._raised_s > 2 * self._wait_s:
+                self._wait_s = self._down_s
+            self._lowered_s = now_s
+        else:
+            if now_s - self._lowered_s < 2 * self._wait_s:
+                self._wait_s = min(2 * self._wait_s, _MOST_CAUTION * self._down_s)
+            self._raised_s = now_s
+
+
 class Autoscaler:
     """Decides, for a configuration with `max_drafts`; call `decide` about every second."""
 
@@ -75,7 +126,7 @@ class Autoscaler:
         self._samples: list[Sample] = []
         self._heard: dict[int, tuple[float, float]] = {}
         """Coordinator's incarnation to when it last spoke, and its uptime then."""
-        self._steady = Steadiness(up_s=config.autoscale_up_s, down_s=config.autoscale_down_s)
+        self._damping = _Damping(up_s=config.autoscale_up_s, down_s=config.autoscale_down_s)
         self._trial: _Trial | None = None
         self._is_trying = False
 
@@ -90,14 +141,14 @@ class Autoscaler:
         silence = self._silence(infos, now_s)
         if silence is not None:
             self._samples.clear()
-            self._steady.forget()
+            self._damping.forget()
             advice = _Advice(None, silence)
         else:
             self._remember(sample)
             advice = self._advice(drafts, now_s)
         wanted = drafts if advice.drafts is None else min(max(advice.drafts, self._least), self._most)
         if advice.drafts is not None and not advice.at_once:
-            wanted = self._steady.count(wanted, drafts, now_s)
+            wanted = self._damping.count(wanted, drafts, now_s)
         wanted = min(max(wanted, self._least), self._most)
         self._note(wanted, drafts, advice, now_s)
         return Decision(
@@ -201,7 +252,7 @@ class Autoscaler:
     def _note(self, wanted: int, drafts: int, advice: _Advice, now_s: float) -> None:
         """Remembers that speculation was given up, or is tried, and that it pays after all."""
         if wanted != drafts:
-            self._steady.note_change(wanted - drafts, now_s)
+            self._damping.note_change(wanted - drafts, now_s)
         sessions = self._samples[-1].sessions if self._samples else 0
         if wanted == 0 and drafts and advice.speedup is not None and sessions:
             failures = self._trial.failures + 1 if self._trial is not None else 0

@@ -106,7 +106,7 @@ class DeployConfig:
         ngram_max_trie_depth: tokens of an n-gram.
         ngram_min_breadth: most continuations of a node below the longest suffix that was seen before.
         ngram_max_breadth: likewise, below the shortest one; 1 makes a single branch.
-        ngram_draft_tokens: most nodes that are guessed for a session at a time.
+        ngram_draft_tokens: most nodes proposed for a session at a time.
         ngram_match_type: which continuations come first: prob, the most frequent; bfs, the most recent.
         ngram_corpus: a file of texts that the tries begin with, on every node that may hold a draft; may be given
             several times.

@@ -1,9 +1,9 @@
 """The controller: an actor that owns a deployment's roles, and carries out what operators and demand ask for.
 
-One task looks after each actor (`health.py`), one after the machines (`moving.py`), one after demand (`demand.py`). All
-of it lives in one event loop; what changes the number or the identity of workers (`staff.py`) happens one thing after
-the other. The roles outlive this process: a controller that Ray starts anew finds them by name, and what was wanted in
-Ray's key-value store.
+One task looks after each actor (`health.py`), one after the machines (`failover.py`), one after demand (`demand.py`).
+All of it lives in one event loop; what changes the number or the identity of workers (`scaling.py`) happens one thing
+after the other. The roles outlive this process: a controller that Ray starts anew finds them by name, and what was
+wanted in Ray's key-value store.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ import ray
 from ray.experimental import internal_kv
 
 from outrider.coordinator.commands.reload import InFlight, outcome_dict, reload_weights
+from outrider.deploy.actor_group import ActorGroup
 from outrider.deploy.actors import start_log
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.connection import NAMESPACE
 from outrider.deploy.coordinator_view import CoordinatorView
-from outrider.deploy.crew import Crew
 from outrider.deploy.demand import Demand
-from outrider.deploy.moving import Mover
+from outrider.deploy.failover import NodeFailover
 from outrider.deploy.roles import Roles, tls_of
-from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
+from outrider.deploy.scaling import POLL_INTERVAL_S, RoleScaler, role_named
 from outrider.deploy.status import worker_status
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
@@ -75,17 +75,17 @@ class Controller:
         self._config = config
         self._owned = owned
         self._self = ray.get_runtime_context().current_actor
-        self._crew = Crew(config, roles, home=home, controller=self._self)
-        self._view = CoordinatorView(self._crew)
-        self._staff = Staff(config, self._crew, self._view, self._save)
+        self._actors = ActorGroup(config, roles, home=home, controller=self._self)
+        self._view = CoordinatorView(self._actors)
+        self._scaler = RoleScaler(config, self._actors, self._view, self._save)
         self._demand = Demand(config)
         self._changing = asyncio.Lock()
         self._kept_s = self._started_s = time.monotonic()
         self._saved = SavedState(config.name)
         self._state, self._failure = _UP, None
-        mover = Mover(config, self._crew, is_serving=lambda: self._state == _SERVING)
+        failover = NodeFailover(config, self._actors, is_serving=lambda: self._state == _SERVING)
         self._up = asyncio.create_task(self._begin())
-        self._tasks = [asyncio.create_task(loop) for loop in (mover.run(), self._observe(), self._expire())]
+        self._tasks = [asyncio.create_task(loop) for loop in (failover.run(), self._observe(), self._expire())]
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
@@ -100,7 +100,7 @@ class Controller:
 
     async def worker_endpoints(self) -> list[str]:
         """host:port of every coordinator, for workers."""
-        return self._crew.worker_endpoints
+        return self._actors.worker_endpoints
 
     async def status(self) -> dict[str, Any]:
         """What `outrider status --json` prints; the keys stay."""
@@ -108,11 +108,11 @@ class Controller:
             "name": self._config.name,
             "state": self._state,
             "uptime_s": time.monotonic() - self._started_s,
-            "endpoints": self._crew.endpoints,
-            "shared_endpoints": self._crew.shared_endpoints,
-            "http_endpoints": self._crew.http_endpoints,
-            "wanted": {str(role): count for role, count in self._staff.wanted.items()},
-            "workers": [worker_status(handle, self._view) for handle in self._crew],
+            "endpoints": self._actors.endpoints,
+            "shared_endpoints": self._actors.shared_endpoints,
+            "http_endpoints": self._actors.http_endpoints,
+            "wanted": {str(role): count for role, count in self._scaler.wanted.items()},
+            "workers": [worker_status(handle, self._view) for handle in self._actors],
             "autoscaler": self._demand.status(),
             "coordinators": self._view.totals(),
         }
@@ -126,7 +126,7 @@ class Controller:
             How many it has seen then, and those that are new to it.
         """
         self._kept_s = time.monotonic()
-        return self._crew.events.since(seen)
+        return self._actors.events.since(seen)
 
     async def scale(self, counts: Mapping[str, int]) -> None:
         """So many of each role from now on; returns when those too many have gone, those new may still load.
@@ -137,10 +137,10 @@ class Controller:
         """
         wanted = {role_named(role): count for role, count in counts.items()}
         for role, count in wanted.items():
-            self._staff.check_count(role, count)
+            self._scaler.check_count(role, count)
         async with self._change():
             for role, count in wanted.items():
-                await self._staff.resize(role, count)
+                await self._scaler.resize(role, count)
 
     async def drain(self, name: str) -> None:
         """Lets one worker finish and takes it away for good; returns when it has gone.
@@ -150,14 +150,14 @@ class Controller:
             WorkerUnavailable: the deployment does not serve.
         """
         async with self._change():
-            handle = self._crew.named(name)
+            handle = self._actors.named(name)
             if handle is None:
-                raise ValueError(f"no worker is called {name}; there are {', '.join(own.name for own in self._crew)}")
+                raise ValueError(f"no worker is called {name}; there are {', '.join(own.name for own in self._actors)}")
             # One that drains already was counted: of a controller that died meanwhile Ray asks again.
             if not handle.is_draining:
-                self._staff.check_count(handle.role, self._staff.wanted[handle.role] - 1)
-                self._staff.wanted[handle.role] -= 1
-            await self._staff.end(handle)
+                self._scaler.check_count(handle.role, self._scaler.wanted[handle.role] - 1)
+                self._scaler.wanted[handle.role] -= 1
+            await self._scaler.end(handle)
 
     async def replace(self, role: str, model: str | None = None) -> list[str]:
         """Puts a new worker in the place of each, one after the other: the new one serves before the old one goes.
@@ -180,11 +180,11 @@ class Controller:
             raise ValueError(f"{role}: draft (with another model if asked) or target (with the same) can be replaced")
         fresh = []
         async with self._change():
-            for old in self._crew.of(wanted):
-                new = await self._staff.succeed(old, Path(model) if model is not None else old.model)
+            for old in self._actors.of(wanted):
+                new = await self._scaler.succeed(old, Path(model) if model is not None else old.model)
                 fresh.append(new.name)
             if model is not None:
-                self._staff.draft_model = Path(model)
+                self._scaler.draft_model = Path(model)
         return fresh
 
     async def reload(self, path: str, in_flight: str, timeout_s: float) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Controller:
         """
         async with self._change():
             outcome = await reload_weights(
-                self._crew.worker_endpoints,
+                self._actors.worker_endpoints,
                 path,
                 in_flight=InFlight(in_flight),
                 tls=tls_of(self._config, Role.COORDINATOR),
@@ -207,13 +207,13 @@ class Controller:
                 tell=logger.info,
             )
             if len(outcome.failed) < len(outcome.targets):
-                self._staff.target_model = Path(path)
+                self._scaler.target_model = Path(path)
                 self._save()
         return outcome_dict(outcome)
 
     async def target_model(self) -> str | None:
         """Checkpoint folder that targets start with, where a reload has changed it."""
-        return self._staff.target_model and str(self._staff.target_model)
+        return self._scaler.target_model and str(self._scaler.target_model)
 
     async def down(self, timeout_s: float | None = None) -> None:
         """Lets the coordinators drain, then the workers, and forgets the deployment; kill this actor then.
@@ -222,14 +222,14 @@ class Controller:
             timeout_s: that the coordinators get, and then the workers; default `stop_timeout_s`.
         """
         self._state = _STOPPING
-        self._crew.is_ending = True
+        self._actors.is_ending = True
         others = {self._up, *self._tasks} - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         # In this order: requests that run go on at their workers until their coordinator has drained.
         for roles in ({Role.COORDINATOR}, {Role.TARGET, Role.DRAFT}):
-            endings = (self._staff.end(handle, timeout_s=timeout_s) for handle in self._crew if handle.role in roles)
+            endings = (self._scaler.end(handle, timeout_s=timeout_s) for handle in self._actors if handle.role in roles)
             for error in await asyncio.gather(*endings, return_exceptions=True):
                 if error is not None:
                     logger.error("not everything could be ended: %s", error)
@@ -246,7 +246,7 @@ class Controller:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._bring_up()
         except TimeoutError:
-            late = [handle.name for handle in self._crew if handle.report is None or handle.report.address is None]
+            late = [handle.name for handle in self._actors if handle.report is None or handle.report.address is None]
             missing = ", ".join(late) + " not serving" if late else "a worker has not registered with every coordinator"
             self._failure = f"not ready after {self._config.start_timeout_s:g} s: {missing}"
         except WorkerUnavailable as error:
@@ -256,38 +256,38 @@ class Controller:
             self._failure = f"{type(error).__name__}: {error}"
 
     async def _bring_up(self) -> None:
-        for role, count in self._staff.wanted.items():
+        for role, count in self._scaler.wanted.items():
             for _ in range(count):
-                await self._crew.add(role)
+                await self._actors.add(role)
         self._save()
-        await asyncio.gather(*(self._staff.listening(handle) for handle in self._crew))
+        await asyncio.gather(*(self._scaler.listening(handle) for handle in self._actors))
         await self._all_serve()
         self._serve()
 
     def _serve(self) -> None:
-        for handle in self._crew:
-            self._staff.look_after(handle)
+        for handle in self._actors:
+            self._scaler.look_after(handle)
         self._state = _SERVING
         self._save()
 
     def _recover(self, state: dict[str, Any]) -> None:
         logger.warning("taking over from a controller that has died")
-        self._staff.recover(state)
+        self._scaler.recover(state)
         self._demand.decisions.extend(state["decisions"])
-        self._crew.recover(state["crew"])
+        self._actors.recover(state["actors"])
         self._serve()
-        for handle in self._crew:
+        for handle in self._actors:
             if handle.is_draining:
-                self._tasks.append(asyncio.create_task(self._staff.end(handle)))
+                self._tasks.append(asyncio.create_task(self._scaler.end(handle)))
 
     def _save(self) -> None:
         """Keeps what a successor needs; of what has ended nothing is kept."""
         if self._state == _DOWN:
             return
         state = {
-            **self._staff.state(),
+            **self._scaler.state(),
             "decisions": list(self._demand.decisions),
-            "crew": self._crew.state(),
+            "actors": self._actors.state(),
         }
         self._saved.write(state)
 
@@ -295,12 +295,12 @@ class Controller:
         """Waits until every coordinator can use every worker."""
         while True:
             # One that listened may still be refused by the coordinator, and then says why.
-            await asyncio.gather(*(self._staff.refresh(handle) for handle in self._crew), self._view.ask())
-            if all(worker_status(handle, self._view)["state"] == "serving" for handle in self._crew):
+            await asyncio.gather(*(self._scaler.refresh(handle) for handle in self._actors), self._view.ask())
+            if all(worker_status(handle, self._view)["state"] == "serving" for handle in self._actors):
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    # ------------------------------------------------------------------------------------------------------- the crew
+    # ------------------------------------------------------------------------------------------------------- the actors
 
     @contextlib.asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:
@@ -333,11 +333,11 @@ class Controller:
         if self._changing.locked():
             return
         async with self._changing:
-            await self._staff.settle()
-            wanted = self._staff.wanted[Role.DRAFT]
+            await self._scaler.settle()
+            wanted = self._scaler.wanted[Role.DRAFT]
             drafts = self._demand.drafts(self._view.infos.values(), now=wanted)
             if drafts != wanted:
-                await self._staff.resize(Role.DRAFT, drafts)
+                await self._scaler.resize(Role.DRAFT, drafts)
         self._save()
 
     async def _expire(self) -> None:

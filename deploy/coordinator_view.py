@@ -6,7 +6,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from outrider.deploy.crew import Crew
+from outrider.deploy.actor_group import ActorGroup
 from outrider.deploy.health import RoleHandle
 from outrider.security.roles import Role
 from outrider.v1 import generation_pb2
@@ -17,13 +17,13 @@ INFO_TIMEOUT_S = 2.0
 class CoordinatorView:
     """The latest answer of each coordinator."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, actors: ActorGroup) -> None:
+        self._actors = actors
         self.infos: dict[str, generation_pb2.ServerInfo] = {}  # by endpoint; those that did not answer are missing
 
     async def ask(self) -> None:
         """Asks all of them."""
-        handles = self._crew.of(Role.COORDINATOR)
+        handles = self._actors.of(Role.COORDINATOR)
         answers = await asyncio.gather(*(_server_info(handle) for handle in handles))
         self.infos = {
             handle.endpoint: info
@@ -43,7 +43,7 @@ class CoordinatorView:
     def is_everywhere(self, address: str | None) -> bool:
         """True if every coordinator uses the worker of this address."""
         serving = [status for status in self.of(address) if status.state == "serving"]
-        return 0 < len(self._crew.endpoints) == len(serving)
+        return 0 < len(self._actors.endpoints) == len(serving)
 
     def sessions(self, handle: RoleHandle) -> int:
         """Sessions that run at a worker, or of a coordinator."""

@@ -21,7 +21,7 @@ HEALTH_CHECK_PERIOD_S = 10.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
 
 
-class Keeper:
+class ServeReplica:
     """The one replica of the application: it keeps a deployment."""
 
     def __init__(self, deployment: Deployment) -> None:
@@ -59,7 +59,7 @@ def build(args: dict[str, str]) -> Any:
     """
     from ray import serve
 
-    class OutriderKeeper(Keeper):
+    class OutriderReplica(ServeReplica):
         """One replica, which asks for no CPU: the roles have nodes of their own."""
 
         async def __init__(self, settings: str) -> None:  # pyright: ignore[reportInvalidTypeForm] Serve awaits it
@@ -71,8 +71,8 @@ def build(args: dict[str, str]) -> Any:
             return await self.status()
 
     deployment = serve.deployment(
-        OutriderKeeper,
-        name="keeper",
+        OutriderReplica,
+        name="outrider",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

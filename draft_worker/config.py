@@ -23,7 +23,8 @@ class DraftWorkerConfig(WorkerConfig):
             GPU is used), or model+ngram.
         model_path: checkpoint folder; default the embedded draft. With source ngram its tokenizer.json and config.json
             are read.
-        max_live_nodes: most nodes of one session's tree, whatever its credit.
+        max_live_nodes: most nodes of one session's tree, for the memory of this worker; a coordinator's own
+            max_live_nodes may ask for fewer.
         max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 128 on a GPU.
         max_session_nodes: of these, most of one session: with more a step takes longer, and a tree is less deep by the
             time that it is asked for.
@@ -32,14 +33,13 @@ class DraftWorkerConfig(WorkerConfig):
         ngram_max_trie_depth: tokens of an n-gram: all but the last are compared, and what is longer is not seen.
         ngram_min_breadth: most continuations of a node below the longest suffix that was seen before.
         ngram_max_breadth: likewise, below the shortest one; 1 makes a single branch.
-        ngram_draft_tokens: most nodes that are guessed for a session at a time.
+        ngram_draft_tokens: most nodes proposed for a session at a time.
         ngram_match_type: which continuations come first: prob, the most frequent; bfs, the most recent.
         ngram_corpus: a file of texts that the trie begins with, read in the background; may be given several times.
             JSON lines, each an object with "text" or "token_ids".
         branching: children of a node.
         min_path_value: nodes less likely to be reached are not expanded; default 0.03 on a CPU, 0.003 on a GPU.
         min_acceptance: children less likely to be accepted are not grown.
-        rejection_top_k: under the rejection rule, a token is drawn from this many of the most likely.
         rejection_acceptance: under the rejection rule, the estimate that a node is accepted.
 
     Raises:
@@ -61,7 +61,6 @@ class DraftWorkerConfig(WorkerConfig):
     branching: int = 4
     min_path_value: float | None = None
     min_acceptance: float = GrowthConfig.min_acceptance
-    rejection_top_k: int = GrowthConfig.rejection_top_k
     rejection_acceptance: float = GrowthConfig.rejection_acceptance
 
     def __post_init__(self) -> None:

@@ -19,9 +19,6 @@ Shapes: bs requests, n nodes of a request with its root.
 Source: EAGLE-2, arXiv 2406.16858; operator of the same name in SGLang's kernel library, whose spelling "retrive" stays.
 """
 
-# operators take positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 import math

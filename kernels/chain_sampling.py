@@ -20,9 +20,6 @@ Shapes: B requests, S drafts of a request, V vocabulary size.
 Source: arXiv 2211.17192 and 2302.01318; operator of the same name in FlashInfer.
 """
 
-# operators take the field's positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 import torch

@@ -17,9 +17,6 @@ probability. Tokens that tie with the last one kept are kept.
 Shapes: T rows, V vocabulary size, k tokens of a row.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 import math

@@ -13,7 +13,7 @@ Source: operators and functions of the same names in vLLM's speculative decoding
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N802, N803, PLR0917
+# ruff: noqa: N802, N803
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Source: operators of the same names in SGLang's kernel library (n-gram drafts) a
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, N806, PLR0917
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 

@@ -16,9 +16,6 @@ Shapes: bs requests, n nodes of a request with its root, V vocabulary size, S = 
 S - 1 are accepted. Source: operator of the same name in SGLang's kernel library; typical acceptance, arXiv 2401.10774.
 """
 
-# operators take the field's positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 import torch

@@ -12,9 +12,6 @@ Shapes: T rows of logits, V vocabulary size, bs requests, n nodes of a request w
 path, so at most S - 1 are accepted.
 """
 
-# operators take positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 import torch

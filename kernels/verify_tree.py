@@ -17,7 +17,7 @@ Source: EAGLE-2, arXiv 2406.16858; operator of the same name in SGLang's kernel 
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

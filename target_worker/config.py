@@ -7,6 +7,7 @@ from outrider.config_checks import check_at_least_one, check_between, check_not_
 from outrider.engine.config import KvCacheDtype
 from outrider.models import embedded_target_path
 from outrider.roles.worker_config import WorkerConfig
+from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS
 
 _CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 2048
@@ -22,7 +23,7 @@ class TargetWorkerConfig(WorkerConfig):
             trees inside this worker, on its device and with a share of its memory for KV: for a machine with one GPU.
             Default: none.
         draft_branching: children of a node that it grows; 1 grows chains, to compare trees with.
-        max_draft_steps: most growth steps before a round, 1 to 8; 1 as above, to compare with a drafter that guesses
+        max_draft_steps: most growth steps before a round, 1 to 8; 1 as above, to compare with a drafter that drafts
             one token a round.
         max_tree_nodes: most rows of one session in a round: its root and the best of its nodes.
         max_step_tokens: most verified rows of a round: roots and nodes of all sessions.
@@ -74,3 +75,14 @@ class TargetWorkerConfig(WorkerConfig):
     def model_folder(self) -> Path:
         """See `WorkerConfig`."""
         return Path(self.model_path or embedded_target_path())
+
+    def rounds(self, *, max_model_len: int) -> RoundConfig:
+        """Return the sizes of the rounds; the length is the loaded model's."""
+        return RoundConfig(
+            max_sessions=self.max_num_seqs,
+            max_model_len=max_model_len,
+            max_step_rows=self.max_step_tokens,
+            max_session_rows=min(self.max_tree_nodes, self.max_step_tokens),
+            max_prefill_tokens=self.prefill_tokens,
+            prefill_slowdown=self.prefill_slowdown,
+        )

@@ -16,7 +16,6 @@ from outrider.roles.worker_service import Loaded, Worker, serve_worker
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.drafters.loading import load_draft, room_for_draft
-from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.reload import Reloader
@@ -64,14 +63,7 @@ class TargetWorker(Worker[RoundThread]):
                 most_steps=config.max_draft_steps,
                 prefill_tokens=config.prefill_tokens,
             )
-        rounds = RoundConfig(
-            max_sessions=config.max_num_seqs,
-            max_model_len=runner.info.max_model_len,
-            max_step_rows=config.max_step_tokens,
-            max_session_rows=min(config.max_tree_nodes, config.max_step_tokens),
-            max_prefill_tokens=config.prefill_tokens,
-            prefill_slowdown=config.prefill_slowdown,
-        )
+        rounds = config.rounds(max_model_len=runner.info.max_model_len)
         loop = RoundLoop(runner, rounds, program=RoundProgram.of_runner(runner, rounds, draft=draft))
         collector.begin_serving()
         return loop

@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # With its last channel grpc.aio ends its own thread, and waits for that for ever where an operation is still pending.
 # One that is held here keeps it alive; the next test would start it again anyway.
-grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
+grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
 
 # The benchmarks are scripts of the repository, not part of the package: found from its root.
 _ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from outrider.draft_worker.drafters.loading import LoadedDrafters
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
+from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.engine.model_runner import ModelRunner
 from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.models.widen import SHAPES, load_small
@@ -118,12 +119,13 @@ def _loader(source: FunctionSource | None) -> server.Loader:
         runner = ModelRunner(config.engine(), source=source)
         drafter = CountedDrafter(
             runner.packed_forward(sessions=config.max_num_seqs),
-            replace(config.growth(max_model_len=runner.info.max_model_len), prior_strength=_UNLEARNING),
+            config.growth(max_model_len=runner.info.max_model_len),
             max_sessions=config.max_num_seqs,
             num_slots=runner.slots.num_slots,
             vocab_size=runner.vocab_size,
             device=runner.device,
             captures=runner.device.type == "cuda",
+            calibration=AcceptanceCalibration(branching=max(config.branching, 2), prior_strength=_UNLEARNING),
         )
         drafter.warm_up()
         threading.Thread(target=_obey, args=(drafter,), daemon=True).start()

@@ -1,7 +1,7 @@
 """The yardstick of sampling: a kernel that reads every logit once and keeps the largest, and nothing else."""
 
 # compile-time parameters of kernels are upper case, pointers and strides positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from outrider.kernels.verification.report import RoundTime, mark_time
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.drafters.loading import load_draft, room_for_draft
 from outrider.target_worker.rounds.buckets import round_buckets
-from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
 
@@ -52,14 +51,7 @@ def load_target(config: TargetWorkerConfig, *, source: WeightSource | None = Non
     runner = ModelRunner(engine, source=source, neighbour=folder and room_for_draft(engine, folder))
     draft = folder and load_draft(runner, folder, prefill_tokens=config.prefill_tokens)
     loaded = time.perf_counter()
-    rounds = RoundConfig(
-        max_sessions=config.max_num_seqs,
-        max_model_len=runner.info.max_model_len,
-        max_step_rows=config.max_step_tokens,
-        max_session_rows=min(config.max_tree_nodes, config.max_step_tokens),
-        max_prefill_tokens=config.prefill_tokens,
-        prefill_slowdown=config.prefill_slowdown,
-    )
+    rounds = config.rounds(max_model_len=runner.info.max_model_len)
     on_gpu = runner.device.type == "cuda"
     before = _memory(runner.device)
     loop = RoundLoop(runner, rounds, program=RoundProgram.of_runner(runner, rounds, draft=draft))

@@ -27,17 +27,14 @@ class RequestLimits:
 
     Attributes:
         default_max_new_tokens: cut to the room that is left where the prompt is long.
-        max_nodes: most nodes verified for a choice in one step, and the default.
-        max_depth: deepest node, and the default.
-        sync_nodes, sync_depth: the defaults in sync mode, where they are less.
+        max_nodes: most nodes verified for a choice in one step, and the default in async mode.
+        max_depth: deepest node, and the default in async mode.
         allow_synthetic: whether a request may be judged by the synthetic rule, whose output means nothing.
     """
 
     default_max_new_tokens: int = 128
     max_nodes: int = MOST_NODES
     max_depth: int = 16
-    sync_nodes: int = 24
-    sync_depth: int = 8
     allow_synthetic: bool = False
 
 
@@ -69,7 +66,7 @@ class FieldChecks:
 
     def whole(self, name: str, *, default: Any, low: int, high: int | None = None) -> Any:
         """A sampling parameter that is a whole number from `low` to `high`."""
-        if not self.params.HasField(name):  # pyright: ignore[reportArgumentType]
+        if not self.params.HasField(name):  # pyright: ignore[reportArgumentType] as above
             return default
         value = getattr(self.params, name)
         if value < low or (high is not None and value > high):

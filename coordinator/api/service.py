@@ -3,24 +3,21 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
 
 from outrider import request_decoding, tracing
 from outrider.coordinator.api.access import Access
-from outrider.coordinator.api.field_checks import RequestLimits, abort_unless_known
+from outrider.coordinator.api.field_checks import abort_unless_known
 from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.packing import response, started
 from outrider.coordinator.live.tap import record
 from outrider.coordinator.sessions.messages import GenerationRequest
-from outrider.coordinator.sessions.scheduler import Scheduler
-from outrider.coordinator.sessions.tokenizer import TextTokenizer
-from outrider.coordinator.workers.peers import Peers
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Unauthenticated
 from outrider.rpc import abort_with
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -32,30 +29,21 @@ class GenerationServicer:
     """outrider.v1.GenerationService over a scheduler.
 
     Args:
+        generations: the way to the scheduler, which other doors share.
         server_info: the state of the server now.
         access: who may call, and how much; by default everybody. Calls without a token end before they come here
             (`TokenInterceptor`); other doors ask it too.
-        scheduler, model, tokenizer, limits, peers, other_names: of `generations`, the way to the scheduler, which other
-            doors share.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        generations: Generations,
         *,
-        model: common_pb2.ModelInfo,
-        tokenizer: TextTokenizer | None,
-        limits: RequestLimits,
         server_info: Callable[[], generation_pb2.ServerInfo],
         access: Access | None = None,
-        peers: Peers | None = None,
-        other_names: Sequence[str] = (),
     ) -> None:
-        self._server_info = server_info
+        self.generations, self._server_info = generations, server_info
         self.access = access or Access()
-        self.generations = Generations(
-            scheduler, model=model, tokenizer=tokenizer, limits=limits, peers=peers, other_names=other_names
-        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server."""

@@ -8,6 +8,8 @@ from outrider.sampling import SpeculationMode, VerificationRule, mode_from_proto
 from outrider.v1 import generation_pb2
 
 MAX_SYNTHETIC_RATES = 64
+# Defaults in sync mode, where every round waits for a whole tree: it is as large each time.
+_SYNC_NODES, _SYNC_DEPTH = 24, 8
 _SOURCES = "speculation.sources"
 _KNOWN_SOURCES = " or ".join(f"{source.value} ({source.word})" for source in GrowthSource)
 
@@ -22,9 +24,10 @@ def speculation(
     except ValueError as error:
         fields.wrong("speculation.mode", str(error))
     values = []
-    for name, in_sync in (("max_nodes", limits.sync_nodes), ("max_depth", limits.sync_depth)):
+    for name, in_sync in (("max_nodes", _SYNC_NODES), ("max_depth", _SYNC_DEPTH)):
         most = getattr(limits, name)
         default = min(in_sync, most) if mode is SpeculationMode.SYNC else most
+        # The generated stub lists the names.
         value = getattr(given, name) if given.HasField(name) else default  # pyright: ignore[reportArgumentType]
         if not 1 <= value <= most:
             fields.wrong(f"speculation.{name}", f"{value} given, 1 to {most} needed (mode 3, off, needs none)")

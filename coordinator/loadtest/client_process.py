@@ -19,7 +19,7 @@ from outrider.coordinator.loadtest.http_connection import HttpError
 from outrider.coordinator.loadtest.http_sender import HttpSender
 from outrider.coordinator.loadtest.senders import Sender
 from outrider.errors import LoadtestFailed, OutriderError
-from outrider.roles.open_files import allow_many_files
+from outrider.roles.ports import allow_many_files
 from outrider.security.tls import TlsConfig
 
 # Processes are told when to begin, so far ahead that all of them have heard it.

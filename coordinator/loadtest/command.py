@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +13,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from outrider.command_options import config_command
 from outrider.coordinator.loadtest import compare, metrics, report_html, report_json, tables
-from outrider.coordinator.loadtest.client_process import Access, loop_factory
-from outrider.coordinator.loadtest.options import LoadtestConfig
-from outrider.coordinator.loadtest.progress import ProgressView
+from outrider.coordinator.loadtest.client_process import Access, Watch, loop_factory
+from outrider.coordinator.loadtest.driving import BEGUN, COUNTERS, ENDED, FAILED, FIRST_TOKENS, TOKENS, TTFT_US
+from outrider.coordinator.loadtest.options import LoadtestConfig, Point
 from outrider.coordinator.loadtest.running import Run, run_all
 from outrider.roles.ports import free_port
 from outrider.security.commands import TlsCa, TokenPath, client_options
 
-FAILED, INTERRUPTED = 1, 130
+_NOTHING_COMPLETED, _INTERRUPTED = 1, 130
+# Between two looks at a run that is under way.
+_LOOK_S = 0.2
 _LONG_QUEUE = 1 << 20
 OpenLocal = Callable[[int, Sequence[str]], AbstractContextManager[str]]
 _MORE_SLOS = Annotated[
@@ -66,9 +69,9 @@ def loadtest_command(open_local: OpenLocal) -> Callable[..., None]:
             console.print(f"wrote {path}")
         if runs[-1].is_interrupted:
             console.print("interrupted: the figures are of what had ended by then")
-            raise typer.Exit(INTERRUPTED)
+            raise typer.Exit(_INTERRUPTED)
         if not any(each.figures["completed"] for each in runs):
-            raise typer.Exit(FAILED)
+            raise typer.Exit(_NOTHING_COMPLETED)
 
     return config_command(LoadtestConfig, loadtest, more=_MORE)
 
@@ -98,7 +101,7 @@ def run(config: LoadtestConfig, access: Access, *, console: Console) -> list[Run
         LoadtestFailed: the service is not there.
         InvalidRequest: a data set cannot be read.
     """
-    with ProgressView(console) as view, asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with _ProgressView(console) as view, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(run_all(config, access, begin=view.begin, on_run=lambda runs: keep(config, runs)))
 
 
@@ -156,3 +159,60 @@ def _with_slos(config: LoadtestConfig, more: Sequence[str]) -> LoadtestConfig:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     return merged
+
+
+class _ProgressView:
+    """One bar a run; use with `with`."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+            console=console,
+        )
+
+    def __enter__(self) -> "_ProgressView":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, point: Point, total: int | None) -> Watch:
+        """A bar for a run of so many requests."""
+        task = self._progress.add_task(point.label, total=total, now="")
+
+        async def watch(counters: Sequence[MutableSequence[int]]) -> None:
+            before = [0] * COUNTERS
+            while True:
+                now = _totals(counters)
+                self._progress.update(task, completed=now[ENDED], now=_describe(now, before))
+                before = now
+                try:
+                    await asyncio.sleep(_LOOK_S)
+                except asyncio.CancelledError:
+                    ended = _totals(counters)[ENDED]
+                    self._progress.update(task, completed=ended, total=ended, now="")
+                    raise
+
+        return watch
+
+
+def _totals(counters: Sequence[MutableSequence[int]]) -> list[int]:
+    """Over all processes."""
+    return [sum(each[place] for each in counters) for place in range(COUNTERS)]
+
+
+def _describe(now: Sequence[int], before: Sequence[int]) -> str:
+    """What is under way, and what has come since the last look."""
+    tokens_per_s = (now[TOKENS] - before[TOKENS]) / _LOOK_S
+    parts = [f"{now[BEGUN] - now[ENDED]} under way", f"{tokens_per_s:,.0f} tokens/s of those that ended"]
+    if now[FIRST_TOKENS]:
+        parts.append(f"TTFT {now[TTFT_US] / now[FIRST_TOKENS] / 1e3:.0f} ms")
+    if now[FAILED]:
+        parts.append(f"[red]{now[FAILED]} failed[/]")
+    return ", ".join(parts)

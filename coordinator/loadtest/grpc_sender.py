@@ -121,6 +121,7 @@ def _request(ask: Ask) -> generation_pb2.GenerateRequest:
         "sources": ask.sources,
         "trace": ask.is_traced,
     }
+    # Its options are a TypedDict.
     request = Progress(ask.prompt, options, max_resumes=0, endpoints=1).request()  # pyright: ignore[reportArgumentType]
     request.request_id = ""
     return request

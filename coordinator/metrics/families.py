@@ -90,13 +90,20 @@ class CoordinatorMetrics:
         for worker in workers:
             labels, load = {"worker": worker.worker_id, "role": _role(worker)}, worker.load
             families.gauge("worker_sessions", "Sessions that the worker holds.", load.sessions, **labels)
-            families.gauge("worker_kv_slots_used", "Its KV slots in use.", load.slots_used, **labels)
-            families.gauge("worker_kv_slots_cached", "Its KV slots kept for others.", load.slots_cached, **labels)
-            families.gauge("worker_kv_slots", "Its KV slots.", load.slots_total, **labels)
-            families.gauge("worker_busy_ratio", "Share of its time in steps, of late.", load.busy, **labels)
-            families.counter("worker_steps", "Its steps, for all coordinators.", load.steps, **labels)
+            families.gauge(
+                "worker_kv_slots_used", "KV slots that the worker's sessions hold.", load.slots_used, **labels
+            )
+            families.gauge(
+                "worker_kv_slots_cached",
+                "KV slots that the worker keeps for requests that begin alike.",
+                load.slots_cached,
+                **labels,
+            )
+            families.gauge("worker_kv_slots", "KV slots of the worker.", load.slots_total, **labels)
+            families.gauge("worker_busy_ratio", "Share of the worker's time in steps, of late.", load.busy, **labels)
+            families.counter("worker_steps", "Steps of the worker, for all coordinators.", load.steps, **labels)
             age_s = (now_ns - worker.reported_ns) / _NS
-            families.gauge("worker_lease_age_seconds", "Since its last heartbeat.", age_s, **labels)
+            families.gauge("worker_lease_age_seconds", "Time since the worker's last heartbeat.", age_s, **labels)
 
 
 def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:
@@ -119,7 +126,7 @@ def _describe_requests(families: Families, totals: Totals, refused: Mapping[str,
     families.counter("prompt_tokens", "Prompt tokens of requests that have ended.", totals.prompt_tokens)
     families.counter("generation_tokens", "Tokens that were generated.", totals.emitted_tokens)
     families.counter("prefix_cache_queries", "Prompt tokens that were looked up at targets.", totals.prompt_tokens)
-    families.counter("prefix_cache_hits", "Of these, those that the target had.", totals.cached_tokens)
+    families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.cached_tokens)
     for name, text, values in (
         ("time_to_first_token_seconds", "From a request's arrival to its first token.", totals.first_token),
         ("inter_token_latency_seconds", "Between two deliveries of a choice, of one token or several.",
@@ -128,8 +135,8 @@ def _describe_requests(families: Families, totals: Totals, refused: Mapping[str,
          totals.per_token),
         ("e2e_request_latency_seconds", "From a request's arrival to its last token.", totals.whole),
         ("request_queue_time_seconds", "From a request's arrival to its place at a target.", totals.queue),
-        ("request_prefill_time_seconds", "From its place at a target to its first token.", totals.prefill),
-        ("request_decode_time_seconds", "From its first token to its last.", totals.decode),
+        ("request_prefill_time_seconds", "From a request's place at a target to its first token.", totals.prefill),
+        ("request_decode_time_seconds", "From a request's first token to its last.", totals.decode),
     ):  # fmt: skip
         families.histogram(name, text, values)
 
@@ -140,7 +147,9 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
         "spec_decode_num_drafts", "Trees that were verified: rounds with a node.", sum(totals.accepted_depths.values())
     )
     families.counter("spec_decode_num_draft_tokens", "Tree nodes that were verified.", totals.drafted_tokens)
-    families.counter("spec_decode_num_accepted_tokens", "Of these, accepted.", totals.accepted_tokens)
+    families.counter(
+        "spec_decode_num_accepted_tokens", "Verified tree nodes that were accepted.", totals.accepted_tokens
+    )
     families.by_label(
         "counter",
         "spec_decode_num_accepted_tokens_per_pos",
@@ -156,7 +165,9 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
         {"no_worker": totals.bare_undrafted, "no_nodes": totals.bare_drafted},
     )
     families.counter("draft_nodes_received", "Tree nodes that drafts have sent.", totals.grown_nodes)
-    families.counter("draft_nodes_dropped", "Of these, too late or of no use.", totals.dropped_nodes)
+    families.counter(
+        "draft_nodes_dropped", "Received tree nodes that were dropped: too late or unusable.", totals.dropped_nodes
+    )
     families.by_label(
         "counter",
         "draft_rounds",
@@ -169,7 +180,7 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
         },
     )
     families.counter("draft_steps", "Steps of drafts' models.", demand.draft_steps)
-    families.counter("draft_step_seconds", "Time that these steps took the drafts.", demand.draft_ns / _NS)
+    families.counter("draft_step_seconds", "Time of the steps of drafts' models.", demand.draft_ns / _NS)
 
 
 def _describe_sources(families: Families, counts: Iterable[generation_pb2.SourceStats]) -> None:
@@ -177,8 +188,8 @@ def _describe_sources(families: Families, counts: Iterable[generation_pb2.Source
     none = generation_pb2.SourceStats()
     for name, text in (
         ("drafted_tokens", "Tree nodes by the source that grew them; of several sources: of each."),
-        ("submitted_tokens", "Of these, verified."),
-        ("accepted_tokens", "Of these, accepted."),
+        ("submitted_tokens", "Tree nodes that were verified, by source."),
+        ("accepted_tokens", "Verified tree nodes that were accepted, by source."),
     ):
         values = {source.word: getattr(known.get(source, none), name) for source in GrowthSource}
         families.by_label("counter", f"source_{name}", text, "source", values)
@@ -189,11 +200,9 @@ def _describe_rounds(families: Families, totals: Totals) -> None:
     families.counter("verify_steps", "Steps of targets.", totals.steps)
     families.counter("verify_rounds", "Rounds: a choice in a step.", totals.verify_steps)
     families.counter("target_seconds", "Time of all targets' rounds.", demand.target_ns / _NS)
-    families.counter(
-        "target_plain_seconds", "What they would have taken without speculation, as it seems.", demand.plain_ns / _NS
-    )
+    families.counter("target_plain_seconds", "Estimated time of the rounds without speculation.", demand.plain_ns / _NS)
     families.histogram("target_round_seconds", "Rounds of targets.", totals.step)
-    families.histogram("target_forward_seconds", "Of a step, the model's forward alone.", totals.forward)
+    families.histogram("target_forward_seconds", "Time of the model's forward pass in a step.", totals.forward)
     families.counter("failovers", "Choices whose target was lost, and that go on at another.", totals.failovers)
     families.counter("sessions_reopened", "Choices that a target lost, and that were opened anew.", totals.reopened)
 

@@ -33,13 +33,11 @@ class CoordinatorConfig:
         max_queue_wait_s: longest that a request may expect to wait, else it is refused at once; default no such bound.
         max_buffered_events: rounds of a request whose tokens a slow reader may leave unread before it rests until these
             are read, counted over all its choices together.
-        max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode. By default
-            as many as a pool holds: targets decide (--max-tree-nodes).
-        max_depth: deepest node of a tree, and the default of a request in async mode.
-        sync_nodes: nodes of a tree in sync mode, whose trees have the same size every round, unless a request says; no
-            more than max_nodes.
-        sync_depth: likewise its levels; no more than max_depth.
-        max_live_nodes: most nodes that a draft may hold for a choice.
+        max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode (in sync
+            mode 24 at most). By default as many as a pool holds: targets decide (--max-tree-nodes).
+        max_depth: deepest node of a tree, and the default of a request in async mode (in sync mode 8 at most).
+        max_live_nodes: most nodes that all drafts of a choice may hold together, for the target's pool takes no more;
+            a draft's own max_live_nodes bounds its memory.
         drafts_per_session: draft workers of each source that grow one choice's tree in async mode, where there are as
             many.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
@@ -51,7 +49,6 @@ class CoordinatorConfig:
         quarantine_window_s: see there.
         quarantine_s: for how long at first; every further loss doubles it, to a minute at most.
         target_wait_s: longest that a request waits for a lost target worker to be replaced.
-        room_wait_s: longest that a choice waits for KV memory at a target that nobody else here uses.
         connect_timeout_s: longest to wait for a worker to introduce itself, and to dial it then.
         retry_after_s: least that an overloaded server tells clients to wait; more where its queue takes longer.
         drain_s: time that running requests get when the process is told to stop.
@@ -100,8 +97,6 @@ class CoordinatorConfig:
     max_buffered_events: int = 1024
     max_nodes: int = MOST_NODES
     max_depth: int = 16
-    sync_nodes: int = 24
-    sync_depth: int = 8
     max_live_nodes: int = 256
     drafts_per_session: int = 1
     sync_wait_cap_ms: float = 1000.0
@@ -112,7 +107,6 @@ class CoordinatorConfig:
     quarantine_window_s: float = 60.0
     quarantine_s: float = 5.0
     target_wait_s: float = 0.0
-    room_wait_s: float = 5.0
     connect_timeout_s: float = 5.0
     retry_after_s: float = 1.0
     drain_s: float = 5.0
@@ -143,7 +137,7 @@ class CoordinatorConfig:
         if self.vllm_grpc and importlib.util.find_spec("smg_grpc_proto") is None:
             raise ValueError("vllm_grpc: the package smg-grpc-proto is missing: pip install 'outrider[vllm-grpc]'")
         check_at_least_one(self, *_AT_LEAST_ONE)
-        check_not_negative(self, "max_queue", "max_queue_wait_s", "target_wait_s", "room_wait_s", "drain_s")
+        check_not_negative(self, "max_queue", "max_queue_wait_s", "target_wait_s", "drain_s")
         check_positive(self, "sync_wait_cap_ms", "connect_timeout_s", "retry_after_s", "step_timeout_s")
         check_positive(self, "quarantine_window_s", "quarantine_s")
         for name in ("max_nodes", "max_live_nodes"):
@@ -224,8 +218,6 @@ _AT_LEAST_ONE = (
     "max_running_sessions",
     "max_buffered_events",
     "max_depth",
-    "sync_nodes",
-    "sync_depth",
     "drafts_per_session",
     "heartbeat_interval_ms",
     "quarantine_losses",

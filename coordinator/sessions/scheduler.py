@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _MAX_REOPENINGS = 2
 # How long a session that a full target turned away waits before it asks again.
 _NO_ROOM_PAUSE_S = 0.05
+# Longest that a choice waits for KV memory at targets that serve nobody else.
+_ROOM_WAIT_S = 5.0
 
 
 class WeightsGate:
@@ -282,7 +284,7 @@ class Scheduler:
         )
         now_ns = clock.now_ns()
         since_ns = session.without_room_since_ns = session.without_room_since_ns or now_ns
-        if now_ns - since_ns > self._config.room_wait_s * 1e9 and not others:
+        if now_ns - since_ns > _ROOM_WAIT_S * 1e9 and not others:
             session.generation.abort(Overloaded(reason, retry_after_s=self._config.retry_after_s))
             return
         target = self._target_with(session)

@@ -59,7 +59,7 @@ class Growth:
     rows: int = 0
     num_sessions: int = 0
 
-    def add(  # noqa: PLR0917 - columns, in the order of the class
+    def add(
         self,
         start: SessionStart,
         as_of: int,

@@ -26,7 +26,7 @@ from outrider.errors import OutriderError
 from outrider.front.inbox import Inbox
 from outrider.metrics.worker import StepCounts
 from outrider.roles.log_output import about
-from outrider.roles.step_holdups import StepHoldups
+from outrider.roles.slow_steps import SlowStepLog
 from outrider.roles.step_watch import StepWatch
 from outrider.roles.worker import share_interpreter
 
@@ -80,7 +80,7 @@ class GrowthLoop:
         self.holds = 0
         self.watch = StepWatch()
         self.counts = StepCounts()
-        self._holdups = StepHoldups(logger, "growth")
+        self._slow_steps = SlowStepLog(logger, "growth")
         # When the window of `busy` began, and the time in steps until then.
         self._window, self._busy_ns = (time.perf_counter_ns(), 0), 0
 
@@ -115,7 +115,7 @@ class GrowthLoop:
         try:
             drafters = self._make_drafters()
             drafters.set_wake(lambda: self.submit(()))
-            self._holdups.begin()
+            self._slow_steps.begin()
             self.ready.set_result(drafters)
             self._grow(drafters)
         except BaseException as error:  # noqa: BLE001 - handed on through `stopped`, where the server ends
@@ -135,7 +135,7 @@ class GrowthLoop:
             now = drafters.launches, drafters.is_preparing
             if now != watched or not self.watch.age_s:
                 watched = now
-                self.watch.begins(None if drafters.is_preparing else _USUAL_S)
+                self.watch.begin(None if drafters.is_preparing else _USUAL_S)
             has_grown = False
             for growth in drafters.advance(self._without_matches(drafters)):
                 self._note(growth)
@@ -145,7 +145,7 @@ class GrowthLoop:
                 self._deliver()
             has_work = drafters.is_busy or has_grown or bool(self._waiting)
             if not has_work:
-                self.watch.rests()
+                self.watch.idle()
             elif not has_grown:
                 # Other threads may have the interpreter while the device works.
                 time.sleep(0)
@@ -210,7 +210,7 @@ class GrowthLoop:
         self._busy_ns += growth.step_ns
         if growth.source is GrowthSource.MODEL and growth.rows:
             self.counts.note(growth.step_ns, growth.forward_ns, rows=growth.rows, sessions=growth.num_sessions)
-            self._holdups.note(growth.step_ns, rows=growth.rows, sessions=growth.num_sessions)
+            self._slow_steps.note(growth.step_ns, rows=growth.rows, sessions=growth.num_sessions)
 
 
 def spare_collector() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
 from outrider.errors import CommitMismatch, FieldViolation, InvalidRequest
 from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
+from outrider.wire import MOST_NODES
 
 Key = tuple[int, int]
 """A session's name in its worker: the coordinator's incarnation and the session id."""
@@ -17,7 +18,7 @@ class GrowthLimits:
     """Bounds of one session's tree, 1 at least; see `SpeculationLimits` in common.proto."""
 
     mode: SpeculationMode = SpeculationMode.ASYNC
-    max_live_nodes: int = 64
+    max_live_nodes: int = MOST_NODES
     max_depth: int = 16
     sync_nodes: int = 24
 

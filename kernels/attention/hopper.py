@@ -11,7 +11,7 @@ packed rows here.
 """
 
 # compile-time values are upper case, pointers and strides positional; a kernel is one function
-# ruff: noqa: D103, N803, N806, PLR0915, PLR0917
+# ruff: noqa: D103, N803, N806, PLR0915
 
 from __future__ import annotations
 

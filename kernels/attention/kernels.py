@@ -17,7 +17,7 @@ session stands in it.
 """
 
 # compile-time parameters of kernels are upper case, pointers and strides positional; a kernel is one function
-# ruff: noqa: D103, N803, PLR0912, PLR0915, PLR0917
+# ruff: noqa: D103, N803, PLR0912, PLR0915
 
 from __future__ import annotations
 

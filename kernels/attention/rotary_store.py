@@ -15,9 +15,6 @@ head size.
 Source: rotary embedding, arXiv 2104.09864, by halves as the Llama family does.
 """
 
-# operators take positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ One program for a row and some of its heads, of whatever kind; every head is two
 """
 
 # compile-time values are upper case, pointers and strides positional; a kernel is one function
-# ruff: noqa: D103, N803, N806, PLR0915, PLR0917
+# ruff: noqa: D103, N803, N806, PLR0915
 
 from __future__ import annotations
 

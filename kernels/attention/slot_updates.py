@@ -12,7 +12,7 @@ Shapes: S sessions of the step, T rows, W mask words.
 """
 
 # compile-time parameters of kernels are upper case
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Triton side of `outrider.kernels.collectives.all_reduce`, whose terms and conventions hold here."""
 
 # compile-time parameters of kernels are upper case
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Sources: as of `outrider.kernels.collectives.all_reduce` and `outrider.kernels.l
 """
 
 # compile-time parameters of kernels are upper case
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ row, K of them that may become nodes, E edges, T buckets of the calibration.
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Shapes: R rows of the step, N sessions, W mask words, S rows of both pools, F nu
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

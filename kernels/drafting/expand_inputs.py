@@ -17,7 +17,7 @@ tensors is read or written. Source: P-EAGLE's input expansion; operator of the s
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

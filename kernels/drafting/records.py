@@ -18,7 +18,7 @@ Shapes: G records of a round, S rows of both pools, R rows of a growth step, L o
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Shapes: B requests, `blocks` KV blocks of a request. Source: function of the sam
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

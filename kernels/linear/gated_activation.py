@@ -8,7 +8,7 @@ Source: gated linear units, arXiv 2002.05202; GELU, arXiv 1606.08415.
 """
 
 # compile-time parameters of kernels are upper case
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

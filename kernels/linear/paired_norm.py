@@ -12,7 +12,7 @@ Source: arXiv 2503.01840.
 """
 
 # compile-time parameters of kernels are upper case
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

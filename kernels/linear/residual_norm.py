@@ -11,7 +11,7 @@ Source: root mean square norm, arXiv 1910.07467.
 """
 
 # compile-time parameters of kernels are upper case
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Shapes: T rows, K inner size, N columns of the result.
 """
 
 # compile-time parameters of kernels are upper case, pointers and strides positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

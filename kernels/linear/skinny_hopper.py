@@ -15,7 +15,7 @@ ranges of K. Where K or N is no multiple of a block, the copies fill up with zer
 """
 
 # compile-time values are upper case, pointers and strides positional; a kernel is one function
-# ruff: noqa: D103, N803, N806, PLR0917
+# ruff: noqa: D103, N803, N806
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ before they are stored, or before gate and up meet.
 """
 
 # compile-time values are upper case, pointers and strides positional; a kernel is one function
-# ruff: noqa: D103, N803, N806, PLR0917
+# ruff: noqa: D103, N803, N806
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Triton side of `outrider.kernels.linear.skinny`: the product of any sizes, the weight the tall side."""
 
 # compile-time parameters of kernels are upper case, pointers and strides positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Shapes: R rows of the step, K children of a row at most, and as in `columns.py`.
 """
 
 # compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
-# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
+# ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ column of entries is a tensor [C] in registers, so that one program handles one 
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ What the other records do stands in `outrider.kernels.pool.records`. Shapes: G r
 """
 
 # compile-time parameters of kernels are upper case, pointers positional; the kernel is one function
-# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
+# ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations
 

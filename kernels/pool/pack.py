@@ -17,7 +17,7 @@ Shapes: R rows of the bucket and extra ones, N sessions of the bucket, W mask wo
 """
 
 # compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
-# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
+# ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ without prefill finds none. Shapes: N_c chunks, P of their rows; G records; R, N
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Shapes: R records of the ring, a power of two; G records that a round takes at m
 """
 
 # compile-time parameters of kernels are upper case
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

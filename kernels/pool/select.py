@@ -26,7 +26,7 @@ full, over all sorted rows at once. Shapes: B buckets, and as in `columns.py`.
 """
 
 # compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
-# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
+# ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Shapes: V vocabulary size, C tiles of a row, LIST the places of a row's list.
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

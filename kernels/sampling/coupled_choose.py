@@ -14,7 +14,7 @@ Shapes: T rows, V vocabulary size, C tiles of a row, k tokens of a row, LIST the
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Shapes: T rows, V vocabulary size, C tiles of a row, k tokens of a row.
 """
 
 # compile-time parameters of kernels are upper case; kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ Shapes: bs requests, V vocabulary size, n tokens that can be excluded, blocks of
 """
 
 # compile-time parameters of kernels are upper case; kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

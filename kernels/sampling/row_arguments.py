@@ -1,8 +1,5 @@
 """Arguments of the operators that sample, checked once for reference and Triton."""
 
-# operators take positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ Shapes: R rows of the step, L of them at which a token is chosen ("lines"), S ro
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

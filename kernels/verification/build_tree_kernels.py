@@ -14,7 +14,7 @@ Shapes: bs requests, n nodes of a request with its root.
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Shapes: N sessions of the largest step, M rows of a session at most, and as in `
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ vocabulary size, K best ids of a line; S rows of the pool, N sessions of the ste
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

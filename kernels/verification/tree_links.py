@@ -10,7 +10,7 @@ Shapes: bs requests, n nodes of a request with its root, R nodes of a program.
 """
 
 # compile-time parameters of kernels are upper case; operators take positional columns
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 from __future__ import annotations
 

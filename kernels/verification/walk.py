@@ -22,7 +22,7 @@ Shapes: S rows of the pool, N sessions of the step, L verified rows, M most rows
 """
 
 # compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
-# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
+# ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, roots: Tensor, own_key:
         roots: [M] int64, each chain's root among the N * T rows, none twice.
         own_key, own_value: [S, M, K, D].
     """
+    # The stubs do not know what a Function returns.
     return _ChainAttention.apply(query, key, value, roots, own_key, own_value)  # pyright: ignore[reportReturnType]
 
 
@@ -54,7 +55,7 @@ def attend_reference(
 
 class _ChainAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 `apply` gives arguments by position
+    def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, roots: Tensor, own_key: Tensor, own_value: Tensor
     ) -> Tensor:
         mixed, log_sum, ctx.backward_kernel = _fused(_spread(query, roots, key), key, value)

@@ -9,7 +9,7 @@ Shapes: N sequences, K key/value heads, G query heads each, T tokens that the ca
 """
 
 # compile-time parameters of kernels are upper case, pointers positional
-# ruff: noqa: N803, PLR0917
+# ruff: noqa: N803
 
 import torch
 from torch import Tensor

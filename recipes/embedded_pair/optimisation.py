@@ -41,6 +41,7 @@ class Muon(torch.optim.Optimizer):
         groups = [{"params": group} for group in by_shape.values()]
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
+    # It returns no loss, unlike the base class's.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step; `closure` is there for the base class and must be None."""

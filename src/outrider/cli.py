@@ -236,7 +236,7 @@ async def _serve_until_stopped(folder: str, config: Any, settle: Callable[[], No
         typer.echo(f"ready {address}")
 
     # Otherwise grpc.aio waits, with the last channel that is closed, for operations that may never come to their end.
-    grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
+    grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

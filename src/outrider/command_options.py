@@ -46,7 +46,7 @@ def config_command(
         as_in_file: an error of a field that the file has set, in the file's own words.
     """
     hints, texts = get_type_hints(config_type), attribute_help(config_type)
-    fields = dataclasses.fields(config_type)  # pyright: ignore[reportArgumentType]
+    fields = dataclasses.fields(config_type)  # pyright: ignore[reportArgumentType] - a dataclass, says the docstring
     parameters = [*(_parameter(field, hints[field.name], texts) for field in fields), *more]
 
     if read_file is not None:
@@ -70,7 +70,7 @@ def config_command(
 
     command.__doc__ = run.__doc__
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess] - typer reads it
     return command
 
 
@@ -122,7 +122,7 @@ def _option_type(hint: Any) -> Any:
     """The type that typer reads a value as: of `str | Path` it is Path, of a tuple a repeatable option."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is tuple:
-        return list[arguments[0]]  # pyright: ignore[reportInvalidTypeArguments]
+        return list[arguments[0]]  # pyright: ignore[reportInvalidTypeArguments] - a type of run time
     if origin in (Union, types.UnionType):
         kinds = [argument for argument in arguments if argument is not types.NoneType]
         kind = Path if Path in kinds else kinds[0]

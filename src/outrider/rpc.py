@@ -171,8 +171,13 @@ def status_of(error: errors.OutriderError) -> status_pb2.Status:
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: errors.OutriderError) -> NoReturn:
     """Ends a call with the status of `error`."""
+    await abort_with_status(context, status_of(error))
+
+
+async def abort_with_status(context: grpc.aio.ServicerContext[Any, Any], status: status_pb2.Status) -> NoReturn:
+    """End a call with a status and its details."""
     # The stubs of grpc.aio lack this method.
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))  # pyright: ignore[reportAttributeAccessIssue]
+    await context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportAttributeAccessIssue] - as said
     raise AssertionError("abort_with_status does not return")
 
 

@@ -251,11 +251,7 @@ class ResidentModel:
         self.place, self.source, self._growth, self._capacity = place, draft.source, growth, pool.capacity
         self._regrows, self._max_depth = draft.features is not None, draft.max_depth or growth.capacity
         self._block = draft.block
-        self.calibration = AcceptanceCalibration(
-            branching=max(growth.branching, 2),
-            prior_strength=growth.prior_strength,
-            decay=growth.calibration_decay,
-        )
+        self.calibration = AcceptanceCalibration(branching=max(growth.branching, 2))
         # Further steps would only widen a block's tree.
         self.pace = DraftSteps(min(draft.most_steps, draft.max_depth or draft.most_steps))
         self.steps, self._vocab_size = 0, draft.vocab_size

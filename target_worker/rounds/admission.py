@@ -146,7 +146,7 @@ class Admission:
         self.by_row[row] = session
         slots = self._kv.slots.table[row, : self._kv.slots.length(row)]
         self._program.describe_row(session, slots)
-        session.told_reach, session.told_round = session.reach, 0
+        session.sent_reach, session.sent_round = session.reach, 0
         records = Records()
         records.open(row, generation, length=length, cached=known, end=session.limit, allow=session.reach)
         records.slots(row, generation, start=len(slots), slots=[])

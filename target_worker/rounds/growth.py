@@ -48,7 +48,7 @@ class Growth:
     complete: Sequence[bool] = ()
 
     @classmethod
-    def of_session(  # noqa: PLR0917 - columns, in the order of the class
+    def of_session(
         cls,
         key: SessionKey,
         epoch: int,

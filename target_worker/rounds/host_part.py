@@ -23,9 +23,6 @@ Shapes: R rows of the step, L of them verified ("lines", first in the step), S r
 W words of 32 tokens; n nodes of a session beside its root; bs sessions judged together, m rows of the largest.
 """
 
-# operators take the field's positional columns
-# ruff: noqa: PLR0917
-
 from __future__ import annotations
 
 import itertools

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.model_runner import ModelCard, ModelRunner
-from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
@@ -42,9 +41,9 @@ from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.report import RoundReport
-from outrider.target_worker.rounds.round_times import CapturedTimes, Demand, LearnedTimes, RoundTimes
+from outrider.target_worker.rounds.round_times import Demand, RoundTimes, times_of_buckets
 from outrider.target_worker.rounds.session import Level, Session, SessionResult
-from outrider.target_worker.rounds.step_cost import StepCost, StepShape, prefill_pairs
+from outrider.target_worker.rounds.step_cost import StepShape, prefill_pairs
 from outrider.target_worker.sessions.requests import (
     Code,
     OpenRequest,
@@ -55,9 +54,6 @@ from outrider.target_worker.sessions.requests import (
 )
 from outrider.wire import split_by_counts
 
-# Without graphs: prefill rows that are taken to cost as much as a verification before anything was measured, and those
-# by which prefill always moves.
-_CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
 # Where a round has left a tree that has not got the last token.
 _LEFT = (TreeEnd.MISSED, TreeEnd.STARVED)
 
@@ -105,7 +101,12 @@ class RoundLoop:
         self._kv = RowKv(runner.slots, remembers=runner.config.enable_prefix_caching)
         self._admission = Admission(self._inbox, self._program, self._kv, config)
         self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
-        self._times = times or self._round_times()
+        self._times = times or times_of_buckets(
+            self._program.buckets,
+            self._program.captured_ns,
+            slowdown=config.prefill_slowdown,
+            on_gpu=runner.device.type == "cuda",
+        )
         # By key, in the order of their first opening; by row, those that the device knows.
         self._sessions: dict[SessionKey, Session] = {}
         self._by_row = self._admission.by_row
@@ -194,33 +195,15 @@ class RoundLoop:
         if held is not None:
             self._end(held)
         self._opened += 1
-        sampling = request.sampling
-        limit = min(len(request.prompt) + sampling.max_new_tokens, self._config.max_model_len)
-        history = np.zeros(max(limit, len(ids)), np.int32)
-        history[: len(ids)] = ids
-        session = Session(
-            key=request.key,
-            epoch=request.epoch,
-            order=self._opened if held is None else held.order,
-            history=history,
-            length=len(ids),
-            prompt_len=len(request.prompt),
-            sampling=sampling,
-            limit=limit,
-            allow=request.allow,
-            mode=request.mode,
-            sync_wait_ns=1_000_000 * request.sync_wait_ms,
-            max_nodes=request.max_nodes,
-            max_depth=request.max_depth,
-            sources=request.sources,
-            is_alone=request.is_alone,
+        session = Session.of_request(
+            request,
+            ids,
+            order=self._opened,
+            max_model_len=self._config.max_model_len,
+            held=held,
+            grammar=self._grammar_of(request.sampling),
             # Until it is its turn: the rounds under way may be those of one that is alone.
             is_aside=request.is_alone or any(other.is_alone for other in self._sessions.values()),
-            grammar=self._grammar_of(sampling),
-            cached_tokens=0 if held is None else held.cached_tokens,
-            reached=0
-            if held is None
-            else min(held.reached, common_length(held.history[: held.length], history[: len(ids)])),
         )
         if session.length >= session.limit:
             self._results.append(SessionResult(key=session.key, epoch=session.epoch, finish=Finish.LENGTH))
@@ -524,7 +507,7 @@ class RoundLoop:
             return False
         active = [session for session in self._by_row if session is not None and session.is_active]
         self._level = max((session.level for session in active if not session.is_aside), default=Level.PLAIN)
-        if self.is_busy and (self._level is Level.HOSTED or any(one.has_a_say for one in active)):
+        if self.is_busy and (self._level is Level.HOSTED or any(one.bars_launch_ahead for one in active)):
             return False
         return self._rounds.may_launch(self._has_running or self._has_chunks)
 
@@ -562,7 +545,7 @@ class RoundLoop:
             return self._can_run
         # The device may take a session for running that is kept from it, or not know yet that one is.
         return any(
-            session is not None and session.is_running and (self._can_run or session.told_reach != session.reach)
+            session is not None and session.is_running and (self._can_run or session.sent_reach != session.reach)
             for session in self._by_row
         )
 
@@ -570,19 +553,19 @@ class RoundLoop:
     def _has_chunks(self) -> bool:
         return any(session.is_prefilling for session in self._sessions.values())
 
-    def _tell_reach(self) -> None:
+    def _send_reach(self) -> None:
         """Tell the device how far sessions may go, each once it has reported what it was told before."""
         launched = self.rounds_read + len(self._launched)
         for session in self._by_row:
-            if session is None or session.told_reach == session.reach or session.told_round > self.rounds_read:
+            if session is None or session.sent_reach == session.reach or session.sent_round > self.rounds_read:
                 continue
             records = Records()
             records.limits(session.row, session.generation, end=session.limit, allow=session.reach)
             self._inbox.put(records.array())
-            session.told_reach, session.told_round = session.reach, launched + 1
+            session.sent_reach, session.sent_round = session.reach, launched + 1
 
     def _launch(self) -> None:
-        self._tell_reach()
+        self._send_reach()
         running = [session for session in self._by_row if session is not None and session.is_running]
         prompts = [session for session in self._sessions.values() if session.is_prefilling]
         # Those whose last chunk is under way are running by then.
@@ -609,14 +592,6 @@ class RoundLoop:
         self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
         self._launched.append(_Launched(bucket=bucket, chunks=planned, growth_steps=growth_steps))
         self._rounds.launched()
-
-    def _round_times(self) -> RoundTimes:
-        buckets, slowdown = self._program.buckets, self._config.prefill_slowdown
-        if self._program.captured_ns:
-            return CapturedTimes(buckets, self._program.captured_ns, slowdown=slowdown)
-        (bucket,) = buckets
-        prior_rows, least_rows = _GPU_PREFILL if self._runner.device.type == "cuda" else _CPU_PREFILL
-        return LearnedTimes(bucket, StepCost(slowdown=slowdown, prior_rows=prior_rows, least_rows=least_rows))
 
     def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:
         if not sampling.grammar:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from outrider.kernels.verification.report import RoundTime
 from outrider.metrics.worker import StepCounts
-from outrider.roles.step_holdups import StepHoldups
+from outrider.roles.slow_steps import SlowStepLog
 from outrider.roles.step_watch import StepWatch
 from outrider.target_worker.rounds.commands import RoundCost
 from outrider.target_worker.rounds.observer import RoundObserver
@@ -30,7 +30,7 @@ class RoundNotes(RoundObserver):
     Attributes:
         watch: age of the oldest round under way.
         counts: of rounds that have ended.
-        holdups: tells of long ones.
+        slow_steps: log of the long ones.
         busy_ns: time that they took from forward pass to walk.
         costs: of rounds that had results, by number; whoever tells the results clears it.
         is_watching: False while the thread does something else, and has told the watch so.
@@ -39,7 +39,7 @@ class RoundNotes(RoundObserver):
     def __init__(self) -> None:
         self.watch = StepWatch()
         self.counts = StepCounts()
-        self.holdups = StepHoldups(logger, "verification")
+        self.slow_steps = SlowStepLog(logger, "verification")
         self.busy_ns = 0
         self.costs: dict[int, RoundCost] = {}
         self.is_watching = True
@@ -80,7 +80,7 @@ class RoundNotes(RoundObserver):
         self.busy_ns += forward_ns
         self.counts.note(step_ns, forward_ns, rows=rows, sessions=sessions, is_prefill=not report.verified_rows)
         if report.verified_rows:
-            self.holdups.note(step_ns, rows=rows, sessions=sessions)
+            self.slow_steps.note(step_ns, rows=rows, sessions=sessions)
 
     def _begin(self) -> None:
         """Expect the next report."""
@@ -88,4 +88,4 @@ class RoundNotes(RoundObserver):
         if not self.is_watching:
             return
         # The first of its kind may be compiling. Without one under way sessions may be on their way to the device.
-        self.watch.begins(self._usual_s.get(self._kinds[0]) if self._kinds else USUAL_S)
+        self.watch.begin(self._usual_s.get(self._kinds[0]) if self._kinds else USUAL_S)

@@ -24,6 +24,9 @@ _BEYOND_SHARE, _RATE_SHARE, _RATIO_SHARE = 0.05, 0.1, 0.01
 _PAIRS_FORGET, _FEW_PAIRS = 0.9, 262_144.0
 # Prompt rows that always move, however many keys they see.
 _LEAST_ROWS = 32
+# Without graphs: prefill rows that are taken to cost as much as a verification before anything was measured, and those
+# by which prefill always moves.
+_CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
 # However few nodes are accepted, some are tried.
 _LEAST_RATIO = 0.1
 # How much a round without nodes forgets of how few were accepted: after a while some are tried again.
@@ -294,3 +297,21 @@ class CapturedTimes(RoundTimes):
             if other.prefill >= shape.prefill_rows and min(other.rows, other.sessions) >= sessions
         )
         return self._captured_ns[bucket] - min(fitting, default=self._captured_ns[bucket])
+
+
+def times_of_buckets(
+    buckets: Sequence[Bucket], captured_ns: Sequence[float], *, slowdown: float, on_gpu: bool
+) -> RoundTimes:
+    """Return the times of rounds before the first one.
+
+    Args:
+        buckets: [B] of the rounds; a single one without graphs.
+        captured_ns: [B] time of each bucket's graph; none without graphs.
+        slowdown: see `RoundConfig.prefill_slowdown`.
+        on_gpu: whether rounds run on a GPU.
+    """
+    if captured_ns:
+        return CapturedTimes(buckets, captured_ns, slowdown=slowdown)
+    (bucket,) = buckets
+    prior_rows, least_rows = _GPU_PREFILL if on_gpu else _CPU_PREFILL
+    return LearnedTimes(bucket, StepCost(slowdown=slowdown, prior_rows=prior_rows, least_rows=least_rows))

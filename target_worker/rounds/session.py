@@ -11,13 +11,21 @@ import numpy.typing as npt
 
 from outrider.drafting.draft_distribution import DraftDistribution
 from outrider.drafting.growth_source import ALL_SOURCES, GrowthSource
+from outrider.engine.prefix_cache import common_length
 from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.pool.re_root import TreeEnd
 from outrider.kernels.verification.walk import COUNTED_KINDS, Finish
 from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 from outrider.target_worker.rounds.growth import Growth
 from outrider.target_worker.rounds.host_part import has_host_stops, needs_host
-from outrider.target_worker.sessions.requests import WITHOUT_BOUND, Code, SessionFault, SessionKey, TokenLogprobs
+from outrider.target_worker.sessions.requests import (
+    WITHOUT_BOUND,
+    Code,
+    OpenRequest,
+    SessionFault,
+    SessionKey,
+    TokenLogprobs,
+)
 
 # Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
 _MOST_DISTRIBUTIONS = 512
@@ -60,8 +68,8 @@ class Session:
         is_waiting: in sync mode, whether its next tree has not been released to a round.
         waits_since_ns: since when it could be verified without; None if it cannot be yet.
         tree_at: the length that its last whole tree was grown for.
-        told_reach: `reach` as the device was last told.
-        told_round: number of the round that this is told to.
+        sent_reach: `reach` as it was last sent to the device.
+        sent_round: number of the round that it was sent to.
         grammar: that its output has to match; None where it may be anything.
         row: of the pool, and of the slot table; -1 until it is known to no round.
         generation: of the row.
@@ -100,8 +108,8 @@ class Session:
     is_waiting: bool = field(init=False)
     waits_since_ns: int | None = None
     tree_at: int = 0
-    told_reach: int = 0
-    told_round: int = 0
+    sent_reach: int = 0
+    sent_round: int = 0
     grammar: SessionGrammar | None = None
     row: int = -1
     generation: int = 0
@@ -126,14 +134,66 @@ class Session:
         self.has_host_stops = has_host_stops(self.sampling)
         self.is_waiting = self.is_sync
 
+    @classmethod
+    def of_request(
+        cls,
+        request: OpenRequest,
+        ids: npt.NDArray[np.integer],
+        *,
+        order: int,
+        max_model_len: int,
+        held: Session | None,
+        grammar: SessionGrammar | None,
+        is_aside: bool,
+    ) -> Session:
+        """Return the session of a request that has been checked.
+
+        Args:
+            request: see there.
+            ids: [n] its prompt and its output so far.
+            order: its age, where it replaces no other.
+            max_model_len: most tokens that it may reach.
+            held: the session that it replaces, which may have had the same tokens.
+            grammar: see `Session`.
+            is_aside: see `Session`.
+        """
+        limit = min(len(request.prompt) + request.sampling.max_new_tokens, max_model_len)
+        history = np.zeros(max(limit, len(ids)), np.int32)
+        history[: len(ids)] = ids
+        cached_tokens = reached = 0
+        if held is not None:
+            order, cached_tokens = held.order, held.cached_tokens
+            reached = min(held.reached, common_length(held.history[: held.length], history[: len(ids)]))
+        return cls(
+            key=request.key,
+            epoch=request.epoch,
+            order=order,
+            history=history,
+            length=len(ids),
+            prompt_len=len(request.prompt),
+            sampling=request.sampling,
+            limit=limit,
+            allow=request.allow,
+            mode=request.mode,
+            sync_wait_ns=1_000_000 * request.sync_wait_ms,
+            max_nodes=request.max_nodes,
+            max_depth=request.max_depth,
+            sources=request.sources,
+            is_alone=request.is_alone,
+            is_aside=is_aside,
+            grammar=grammar,
+            cached_tokens=cached_tokens,
+            reached=reached,
+        )
+
     @property
     def is_sync(self) -> bool:
         """True if it verifies whole trees, one a round."""
         return self.mode is SpeculationMode.SYNC
 
     @property
-    def has_a_say(self) -> bool:
-        """True if it depends on the sessions of the round before who takes part in the next one."""
+    def bars_launch_ahead(self) -> bool:
+        """True if no round may be launched ahead while the session is active."""
         return self.is_sync or self.is_alone or self.is_aside
 
     def is_drafted_by(self, source: GrowthSource) -> bool:
@@ -160,7 +220,7 @@ class Session:
     @property
     def is_active(self) -> bool:
         """True if it may go on, or rounds may take it further for all that the device knows."""
-        return not self.is_held or self.length < self.told_reach
+        return not self.is_held or self.length < self.sent_reach
 
     @property
     def reach(self) -> int:

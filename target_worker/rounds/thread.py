@@ -142,7 +142,7 @@ class RoundThread:
             loop = self._make_loop()
             loop.observer, loop.wake = self._notes, self._inbox.put
             self._note(loop)
-            self._notes.holdups.begin()
+            self._notes.slow_steps.begin()
             self.ready.set_result(loop)
             self._serve(loop)
         except BaseException as failure:  # noqa: BLE001 - handed on through `stopped`, where the server ends
@@ -181,9 +181,9 @@ class RoundThread:
         elif loop.has_work:
             taken = self._inbox.take(_GLANCE_S)
         else:
-            self.watch.rests()
+            self.watch.idle()
             taken = self._inbox.take(loop.due_s)
-            self.watch.begins(USUAL_S)
+            self.watch.begin(USUAL_S)
         self._waiting.extend(taken)
         return not self._is_stopping
 
@@ -265,10 +265,10 @@ class RoundThread:
         work, done = self._alone[0]
         # Nobody knows how long it takes.
         self._notes.is_watching = False
-        self.watch.begins(None)
+        self.watch.begin(None)
         result = work(loop)
         self._notes.is_watching = True
-        self.watch.begins(USUAL_S)
+        self.watch.begin(USUAL_S)
         self._alone.popleft()
         for key, (owner, epoch) in list(self._owners.items()):
             if key not in loop.keys:

@@ -18,6 +18,7 @@ from tests.polling import until
 
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.api.http.server import HttpServer
@@ -94,14 +95,13 @@ async def serving(
     cors: Sequence[str] = (),
 ) -> AsyncIterator[Door]:
     scheduler = ScriptedScheduler(play)
-    servicer = GenerationServicer(
+    generations = Generations(
         scheduler,
         model=common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=2_000, eos_token_ids=[0]),
         tokenizer=TOKENIZER,
         limits=RequestLimits(),
-        server_info=generation_pb2.ServerInfo,
-        access=Access(token_file),
     )
+    servicer = GenerationServicer(generations, server_info=generation_pb2.ServerInfo, access=Access(token_file))
     routes = [Route("/more/hello", _hello), Route("/hello", _hello), Route("/defect", _defect)]
     app = create_app(
         servicer,

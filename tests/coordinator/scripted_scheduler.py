@@ -11,6 +11,7 @@ from tests.polling import until
 
 from outrider.coordinator.api.access import Access, TokenInterceptor
 from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.service import SERVICE, GenerationServicer
 from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.generation import Generation
@@ -116,14 +117,13 @@ async def grpc_door(
 ) -> AsyncIterator[tuple[grpc.aio.Channel, GenerationServicer]]:
     """The public door over loopback; in the end nothing runs any more."""
     access = Access(token_file)
-    servicer = GenerationServicer(
+    generations = Generations(
         scheduler,
         model=model,
         tokenizer=tokenizer,
         limits=RequestLimits(),
-        server_info=lambda: info or generation_pb2.ServerInfo(),
-        access=access,
     )
+    servicer = GenerationServicer(generations, server_info=lambda: info or generation_pb2.ServerInfo(), access=access)
     server = RoleServer(
         services=[SERVICE.full_name],
         add_services=servicer.add_to,

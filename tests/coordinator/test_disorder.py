@@ -91,9 +91,7 @@ async def test_outputs_are_right_and_nothing_is_left_behind(
     make_bench: Any, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
     chance = random.Random(seed)
-    bench = make_bench(
-        drafts_per_session=1 + seed % 2, sync_wait_cap_ms=20.0, target_wait_s=1e6, room_wait_s=1e6, max_queue=1000
-    )
+    bench = make_bench(drafts_per_session=1 + seed % 2, sync_wait_cap_ms=20.0, target_wait_s=1e6, max_queue=1000)
     disorder = Disorder(bench, chance)
 
     async def run(request: GenerationRequest, begin_s: float, cancel_after_s: float | None) -> None:

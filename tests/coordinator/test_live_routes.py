@@ -16,6 +16,7 @@ from tests.polling import until
 
 from outrider.coordinator.api.access import Access
 from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.service import GenerationServicer
 from outrider.coordinator.live import routes
@@ -59,13 +60,14 @@ class Page:
     """The application, asked without a socket."""
 
     def __init__(self, bench: Any, *, token_file: Path | None = None) -> None:
-        self.servicer = GenerationServicer(
+        generations = Generations(
             bench.scheduler,
             model=common_pb2.ModelInfo(name="tiny", vocab_size=8192, max_model_len=2_000, eos_token_ids=[0]),
             tokenizer=TOKENIZER,
             limits=RequestLimits(),
-            server_info=generation_pb2.ServerInfo,
-            access=Access(token_file),
+        )
+        self.servicer = GenerationServicer(
+            generations, server_info=generation_pb2.ServerInfo, access=Access(token_file)
         )
         extra = routes.live_routes(self.servicer.generations, lambda: bench.scheduler.sessions, hosts=["ours.example"])
         self._app = create_app(self.servicer, extra_routes=extra, open_paths=routes.OPEN_PATHS)

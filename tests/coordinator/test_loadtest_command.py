@@ -14,6 +14,7 @@ from tests.byte_tokenizer import byte_tokenizer
 
 from outrider import cli
 from outrider.coordinator.api.field_checks import RequestLimits
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.api.http.app import create_app
 from outrider.coordinator.api.http.server import HttpServer
 from outrider.coordinator.api.service import GenerationServicer
@@ -37,13 +38,13 @@ async def serve(make_bench: Callable[..., Any], ready: Future[Doors], stop: asyn
     bench = make_bench(max_queue=1000)
     bench.add_target(step_s=0.001)
     bench.add_draft(delay_s=0.001)
-    servicer = GenerationServicer(
+    generations = Generations(
         bench.scheduler,
         model=common_pb2.ModelInfo(name="fake", vocab_size=50, max_model_len=4096),
         tokenizer=TextTokenizer(byte_tokenizer()),
         limits=RequestLimits(),
-        server_info=generation_pb2.ServerInfo,
     )
+    servicer = GenerationServicer(generations, server_info=generation_pb2.ServerInfo)
     server = RoleServer(services=[], add_services=servicer.add_to, address="127.0.0.1:0")
     http = HttpServer(create_app(servicer), host="127.0.0.1", port=0)
     await server.start()

@@ -101,8 +101,7 @@ async def test_losses_far_apart_are_not_added_up(bench):
     await task
 
 
-async def test_what_never_fits_is_refused_in_the_end(make_bench):
-    bench = make_bench(room_wait_s=0.1)
+async def test_what_never_fits_is_refused_in_the_end(bench):
     target = bench.add_target()
     target.fault_kind, target.fail_sessions = FaultKind.NO_ROOM, Everything()
     with pytest.raises(Overloaded, match="says no"):

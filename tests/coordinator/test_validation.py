@@ -64,8 +64,8 @@ def test_trees_of_sync_mode_are_smaller_unless_the_request_says() -> None:
         generation, _ = RequestValidator(MODEL, TOKENIZER, limits).check(request)
         return generation.max_nodes, generation.max_depth
 
-    limits = RequestLimits(max_nodes=40, max_depth=20, sync_nodes=12, sync_depth=6)
-    assert bounds(limits) == (12, 6)
+    limits = RequestLimits(max_nodes=40, max_depth=20)
+    assert bounds(limits) == (24, 8)
     assert bounds(limits, max_nodes=40, max_depth=20) == (40, 20)
     assert bounds(replace(limits, max_nodes=10, max_depth=5)) == (10, 5)
 

@@ -10,8 +10,8 @@ import pytest
 import ray.exceptions
 from tests.polling import until
 
+from outrider.deploy import actor_group
 from outrider.deploy import controller as controller_module
-from outrider.deploy import crew as crew_module
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.controller import Controller
@@ -77,11 +77,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     async def probe(node: Node) -> Probe:
         return Probe.ANSWERS if node in state.nodes else Probe.SILENT
 
-    monkeypatch.setattr(crew_module.Crew, "_create", create)
-    monkeypatch.setattr(crew_module.Crew, "_quietest", lambda *_: None)
-    monkeypatch.setattr(crew_module.placement, "living_nodes", lambda: list(state.nodes))
-    monkeypatch.setattr(crew_module.placement, "worker_gpus", lambda _: (0.0, 0.0))
-    monkeypatch.setattr(crew_module.placement, "probe", probe)
+    monkeypatch.setattr(actor_group.ActorGroup, "_create", create)
+    monkeypatch.setattr(actor_group.ActorGroup, "_quietest", lambda *_: None)
+    monkeypatch.setattr(actor_group.placement, "living_nodes", lambda: list(state.nodes))
+    monkeypatch.setattr(actor_group.placement, "worker_gpus", lambda _: (0.0, 0.0))
+    monkeypatch.setattr(actor_group.placement, "probe", probe)
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(ray, "kill", kill)
     monkeypatch.setattr(ray, "available_resources", dict)
@@ -108,14 +108,14 @@ def started(config: DeployConfig = CONFIG) -> ServingController:
 
 async def die(controller: Controller) -> None:
     """Its process is gone, and all that ran in it."""
-    tasks = [*controller._tasks, *controller._staff.watches]
+    tasks = [*controller._tasks, *controller._scaler.watches]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def names(controller: Controller, role: Role) -> list[str]:
-    return [handle.name for handle in controller._crew.of(role)]
+    return [handle.name for handle in controller._actors.of(role)]
 
 
 async def test_a_controller_whose_machine_has_died_finds_the_others_and_waits_for_a_place(cluster: SimpleNamespace):
@@ -129,7 +129,7 @@ async def test_a_controller_whose_machine_has_died_finds_the_others_and_waits_fo
     second = started(WITH_FRONT)
     assert await second.started() is None
     assert names(second, Role.DRAFT) == ["draft-0", "draft-1"]
-    coordinator = second._crew.named("coordinator-0")
+    coordinator = second._actors.named("coordinator-0")
     assert coordinator is not None
     await until(lambda: coordinator.failure is not None)
     assert "no node has the coordinator's resources" in str(coordinator.failure)
@@ -146,11 +146,11 @@ async def test_an_actor_that_ray_has_given_up_is_started_again(cluster: SimpleNa
     await controller.started()
     lost = cluster.actors["mine/draft-0"]
     lost.is_dead = True
-    await until(lambda: (own := controller._crew.named("draft-0")) is not None and own.failure is not None)
-    assert controller._crew._handles["draft-0"].actor is lost, "Ray starts it anew by itself"
+    await until(lambda: (own := controller._actors.named("draft-0")) is not None and own.failure is not None)
+    assert controller._actors._handles["draft-0"].actor is lost, "Ray starts it anew by itself"
     del cluster.actors["mine/draft-0"]
     await until(lambda: "mine/draft-0" in cluster.actors)
-    own = controller._crew.named("draft-0")
+    own = controller._actors.named("draft-0")
     assert own is not None
     await until(lambda: own.report is not None and own.failure is None)
     await controller.down()
@@ -160,7 +160,7 @@ async def test_what_is_replaced_while_the_deployment_ends_leaves_nobody_behind(c
     controller = started()
     await controller.started()
     replacing = asyncio.create_task(controller.replace("draft"))
-    await until(lambda: controller._crew.named("draft-2") is not None)
+    await until(lambda: controller._actors.named("draft-2") is not None)
     waiting = asyncio.create_task(controller.scale({"draft": 5}))
     await asyncio.sleep(0)
     await controller.down()
@@ -179,7 +179,7 @@ async def test_a_replacement_that_its_controller_did_not_live_to_finish_leaves_a
     first = started()
     await first.started()
     replacing = asyncio.create_task(first.replace("draft"))
-    await until(lambda: first._crew.named("draft-2") is not None)
+    await until(lambda: first._actors.named("draft-2") is not None)
     first._save()
     replacing.cancel()
     await die(first)
@@ -197,7 +197,7 @@ async def test_a_drain_that_is_asked_for_again_takes_one_away_and_not_two(cluste
     actor = cluster.actors["mine/draft-0"]
     actor.may_stop.clear()
     first = asyncio.create_task(controller.drain("draft-0"))
-    await until(lambda: controller._staff.wanted[Role.DRAFT] == 1)
+    await until(lambda: controller._scaler.wanted[Role.DRAFT] == 1)
     controller._save()
     first.cancel()
     await die(controller)
@@ -207,7 +207,7 @@ async def test_a_drain_that_is_asked_for_again_takes_one_away_and_not_two(cluste
     await asyncio.sleep(0.02)
     actor.may_stop.set()
     await again
-    assert (successor._staff.wanted[Role.DRAFT], names(successor, Role.DRAFT)) == (1, ["draft-1"])
+    assert (successor._scaler.wanted[Role.DRAFT], names(successor, Role.DRAFT)) == (1, ["draft-1"])
     await successor.down()
 
 
@@ -231,12 +231,12 @@ async def test_who_could_not_be_started_keeps_no_place(cluster: SimpleNamespace,
     async def create(*_: Any, **__: Any) -> None:
         raise WorkerUnavailable("is to end")
 
-    monkeypatch.setattr(crew_module.placement, "keep_places", keep_places)
+    monkeypatch.setattr(actor_group.placement, "keep_places", keep_places)
     monkeypatch.setattr(ray.util, "remove_placement_group", removed.append)
     controller = started(dataclasses.replace(CONFIG, drafts_beside_target=1))
     await controller.started()
     assert (kept, removed) == (["mine/target-0"], [])
-    monkeypatch.setattr(crew_module.Crew, "_create", create)
+    monkeypatch.setattr(actor_group.ActorGroup, "_create", create)
     for role in ("target", "draft"):
         with pytest.raises(WorkerUnavailable, match="is to end"):
             await controller.scale({role: 4})

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from outrider.deploy.actor_group import _http_port
 from outrider.deploy.config import DeployConfig
-from outrider.deploy.crew import _http_port
 
 
 @pytest.mark.parametrize(

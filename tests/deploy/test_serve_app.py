@@ -30,12 +30,12 @@ class FakeDeployment:
         return {"state": state}
 
 
-def keeper(*states: str | Exception) -> serve_app.Keeper:
-    return serve_app.Keeper(FakeDeployment(states))  # pyright: ignore[reportArgumentType] (what it uses of one)
+def replica(*states: str | Exception) -> serve_app.ServeReplica:
+    return serve_app.ServeReplica(FakeDeployment(states))  # pyright: ignore[reportArgumentType] (what it uses of one)
 
 
 async def test_it_is_as_healthy_as_the_deployment():
-    kept = keeper("serving", "starting", WorkerUnavailable("no controller"), "serving")
+    kept = replica("serving", "starting", WorkerUnavailable("no controller"), "serving")
     await kept.bring_up()
     assert kept.deployment.starts == 1  # pyright: ignore[reportAttributeAccessIssue]
     await kept.check_health()
@@ -49,4 +49,4 @@ async def test_it_is_as_healthy_as_the_deployment():
 async def test_a_controller_that_does_not_answer_is_no_health(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serve_app, "STATUS_TIMEOUT_S", 0.05)
     with pytest.raises(WorkerUnavailable, match="has not answered"):
-        await keeper("silent").check_health()
+        await replica("silent").check_health()

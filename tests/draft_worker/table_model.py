@@ -243,7 +243,8 @@ class Mirror:
 def session_start(number: int = 1, *, prompt: Sequence[int] = (1, 2, 3), **changes: Any) -> SessionStart:
     """Return what opens a session: fields of `SessionStart`, of `GrowthLimits`, or `sampling`."""
     names = {"mode", "max_live_nodes", "max_depth", "sync_nodes"} & set(changes)
-    limits = GrowthLimits(**{name: changes.pop(name) for name in names})
+    bounds: dict[str, Any] = {"max_live_nodes": 64}
+    limits = GrowthLimits(**bounds | {name: changes.pop(name) for name in names})
     fields = {
         "key": (7, number), "owner": "owner", "epoch": 1, "output": (), "sampling": SamplingSpec(max_new_tokens=100),
     }  # fmt: skip

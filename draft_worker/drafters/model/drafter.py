@@ -60,6 +60,7 @@ class ModelDrafter:
         device: of the model.
         captures: whether steps are CUDA graphs.
         grammars: compiles grammars; None where none is followed.
+        calibration: of all sessions; by default one that begins at its prior.
 
     Attributes:
         config: as given.
@@ -85,14 +86,11 @@ class ModelDrafter:
         device: torch.device | str = "cpu",
         captures: bool = False,
         grammars: GrammarCompiler | None = None,
+        calibration: AcceptanceCalibration | None = None,
     ) -> None:
         self.config, self.num_slots = config, num_slots
         self.vocab_size, self.max_model_len = vocab_size, config.max_model_len
-        self.calibration = AcceptanceCalibration(
-            branching=max(config.branching, 2),
-            prior_strength=config.prior_strength,
-            decay=config.calibration_decay,
-        )
+        self.calibration = calibration or AcceptanceCalibration(branching=max(config.branching, 2))
         self.launches = self.steps = self.slots_used = 0
         self.wake: Callable[[], None] = lambda: None
         self._program = GrowthProgram(
@@ -180,9 +178,7 @@ class ModelDrafter:
             OutOfSlots: there is no room for it now.
         """
         assert start.key not in self._sessions
-        length = len(start.prompt) + len(start.output)
-        if length > self.num_slots:
-            raise self._too_long(length)
+        self._check_length(len(start.prompt) + len(start.output))
         if len(self._sessions) == len(self._by_row):
             raise OutOfSlots(f"{len(self._sessions)} sessions are open, as many as this worker takes")
         session = ModelSession(start, *self._take_row(), self.config.capacity)
@@ -208,8 +204,7 @@ class ModelDrafter:
         """
         session = self._sessions[key]
         session.tokens += tokens
-        if len(session.tokens) > self.num_slots:
-            raise self._too_long(len(session.tokens))
+        self._check_length(len(session.tokens))
         if self._count_committed(session, len(tokens)) > MAX_STEP_COMMITS:
             # More than a step takes at once: its tree is dead in any case.
             session.ids_used += int(self._expansions.last_ids[session.row])
@@ -593,11 +588,12 @@ class ModelDrafter:
                 self.hold(key, "grammar", is_held=False)
 
     def _close_row(self, session: ModelSession) -> None:
-        self._by_row[session.row] = None
-        self._is_async[session.row] = False
+        self._by_row[session.row], self._is_async[session.row] = None, False
         records = Records()
         records.close(session.row, session.generation)
         self._put(records)
 
-    def _too_long(self, length: int) -> InvalidRequest:
-        return InvalidRequest([FieldViolation("tokens", f"{length} given, {self.num_slots} fit the draft's KV cache")])
+    def _check_length(self, length: int) -> None:
+        if length > self.num_slots:
+            violation = FieldViolation("tokens", f"{length} given, {self.num_slots} fit the draft's KV cache")
+            raise InvalidRequest([violation])

@@ -91,7 +91,7 @@ def _prior(unlikely: float, fall: float, alone: float) -> npt.NDArray[Any]:
 
 
 @compiled
-def _estimate(  # noqa: PLR0917
+def _estimate(
     contexts: Any, counts: Any, shares: Any, found: Any, rules: Any, context_edges: Any, count_edges: Any,
     share_edges: Any, learned: Any, buckets: Any, estimates: Any,
 ) -> None:  # fmt: skip
@@ -105,7 +105,7 @@ def _estimate(  # noqa: PLR0917
 
 
 @compiled
-def _observe(  # noqa: PLR0917
+def _observe(
     counts: Any, parents: Any, tokens: Any, acceptances: Any, buckets: Any, commits: Any, num_commits: Any, arrays: Any
 ) -> None:
     for row in range(len(num_commits)):

@@ -148,6 +148,7 @@ class CorpusLoader:
         with process.stdout as stream:
             for kind, data in _frames(stream):
                 if kind == _TOKENS:
+                    # An array will do for its sequence of ids.
                     trie.add_corpus(np.frombuffer(data, np.int32), self._stopped)  # pyright: ignore[reportArgumentType]
                     self.texts += 1
                 else:

@@ -90,7 +90,7 @@ def propose(trie: NgramTrie, texts: TextTails, config: ProposalConfig) -> Propos
 
 
 @compiled
-def _propose(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any, found: Any) -> None:  # noqa: PLR0917
+def _propose(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any, found: Any) -> None:
     """Fill the rows of the columns (tokens, parents, shares, counts, contexts) and of `found`.
 
     `options`: min_match, min_breadth, max_breadth, whether the most frequent come first.
@@ -123,7 +123,7 @@ def _propose(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any,
 
 
 @compiled
-def _longest_matches(  # noqa: PLR0917
+def _longest_matches(
     tokens: Any, parents: Any, chains: Any, heads: Any, suffixes: Any, tails: Any, lengths: Any, matches: Any
 ) -> None:
     """Write the node of each text's longest suffix that is in the trie (Aho and Corasick 1975) to `matches`, 0 before.
@@ -142,7 +142,7 @@ def _longest_matches(  # noqa: PLR0917
 
 
 @compiled
-def _grow(  # noqa: PLR0917
+def _grow(
     tokens: Any, counts: Any, firsts: Any, nexts: Any, suffixes: Any, depths: Any, suffix: int, options: Any, tree: Any,
     length: int, waiting: Any, order: Any,
 ) -> int:  # fmt: skip
@@ -183,7 +183,7 @@ def _place_of(tree: Any, length: int, parent: int, token: int) -> int:
 
 
 @compiled
-def _offer(  # noqa: PLR0917
+def _offer(
     counts: Any, firsts: Any, nexts: Any, suffixes: Any, depths: Any, node: int, place: int, of_path: float,
     options: Any, waiting: Any, offered: int, order: Any,
 ) -> int:  # fmt: skip

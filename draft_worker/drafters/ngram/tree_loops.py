@@ -4,9 +4,6 @@ The pool's operators change the pool; these loops read it. Shapes: B rows that t
 of a text's tail; S, C as in `outrider.kernels.pool.columns`.
 """
 
-# numba takes positional arguments
-# ruff: noqa: PLR0917
-
 from typing import Any
 
 import numpy as np

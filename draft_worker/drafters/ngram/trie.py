@@ -80,11 +80,6 @@ class NgramTrie:
         """Nodes evicted so far."""
         return int(self.nodes.state[EVICTED])
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory that the nodes may take, in bytes; the system provides it as nodes are first used."""
-        return self._rows.nbytes + self._heads.nbytes
-
     def insert(self, *texts: tuple[Sequence[int], int]) -> None:
         """Count every run of up to D tokens that ends in tokens[start:], for each (tokens, start) given.
 
@@ -110,7 +105,7 @@ class NgramTrie:
 
 
 @compiled
-def find(tokens: Any, parents: Any, chains: Any, heads: Any, parent: int, token: int) -> int:  # noqa: PLR0917
+def find(tokens: Any, parents: Any, chains: Any, heads: Any, parent: int, token: int) -> int:
     """Return the parent's child with this token, or 0.
 
     The columns are passed one by one: passing a tuple of arrays costs a reference count of each.
@@ -122,7 +117,7 @@ def find(tokens: Any, parents: Any, chains: Any, heads: Any, parent: int, token:
 
 
 @compiled
-def _insert(nodes: Nodes, tokens: Any, ends: Any, starts: Any, depth: int, capacity: int) -> None:  # noqa: PLR0917
+def _insert(nodes: Nodes, tokens: Any, ends: Any, starts: Any, depth: int, capacity: int) -> None:
     first = 0
     for number in range(len(ends)):
         _insert_text(nodes, tokens[first : ends[number]], starts[number], depth, capacity)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.config_checks import check_at_least_one, check_positive
+from outrider.config_checks import check_at_least_one
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
 _CPU_STEPS: dict[str, Any] = {"max_step_nodes": 8, "min_path_value": 0.03}
@@ -28,8 +28,6 @@ class GrowthConfig:
         max_model_len: most tokens of a session.
         min_path_value: nodes less likely to be reached are not expanded: a commit would wait for that step.
         min_acceptance: children less likely to be accepted are not grown.
-        prior_strength: trials that the calibration's prior is worth.
-        calibration_decay: what one trial leaves of its bucket's earlier ones.
         rejection_top_k: under rejection, a token is drawn from this many of the most likely.
         rejection_acceptance: under rejection, the estimate that a node is accepted: a constant, for what is submitted
             must depend neither on what was drawn nor on how earlier draws ended. The default is about what the embedded
@@ -47,17 +45,12 @@ class GrowthConfig:
     max_model_len: int = 2048
     min_path_value: float = 0.03
     min_acceptance: float = 0.02
-    prior_strength: float = 20.0
-    calibration_decay: float = 0.999
     rejection_top_k: int = 64
     rejection_acceptance: float = 0.7
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "branching", "max_step_nodes", "max_session_nodes", "max_step_tokens")
         check_at_least_one(self, "max_live_nodes", "max_model_len", "rejection_top_k")
-        check_positive(self, "prior_strength")
-        if not 0 < self.calibration_decay <= 1:
-            raise ValueError(f"calibration_decay: {self.calibration_decay} given, above 0 and at most 1 needed")
         for name in ("min_path_value", "min_acceptance"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 0 and below 1 needed")

@@ -72,11 +72,6 @@ class Leader(Ranks):
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process numbers of the followers."""
-        return [follower.pid for follower in self._followers]
-
     def least(self, value: int) -> int:
         """The least of the values that all ranks give, once all have given theirs.
 
@@ -229,8 +224,7 @@ class _Process:
                 start_new_session=True,
             )
         self.connection.send(setup)
-        self.pid = self._process.pid
-        logger.info("tensor-parallel rank %d is process %d", self.rank, self.pid)
+        logger.info("tensor-parallel rank %d is process %d", self.rank, self._process.pid)
 
     def ending(self) -> str:
         """How the process ended, a moment after its end was noticed."""

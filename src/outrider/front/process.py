@@ -18,19 +18,18 @@ import sys
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import uvloop
 from google.rpc import status_pb2
-from grpc_status import rpc_status
 
 from outrider import tracing
 from outrider.errors import CertificateError
 from outrider.front.frames import Frame, FrameReader, Kind, pack_frame
 from outrider.roles.log_output import log_to_stderr
-from outrider.rpc import RoleServer
+from outrider.rpc import RoleServer, abort_with_status
 from outrider.security.tls import TlsConfig
 
 _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
@@ -98,7 +97,7 @@ class Relay(asyncio.Protocol):
             self._send(Kind.MESSAGE, number, request)
             answer = await self._next(outgoing, context)
         if answer is None:
-            await _abort(context, _STOPPING)
+            await abort_with_status(context, _STOPPING)
         return answer
 
     def end_calls(self, status: status_pb2.Status | None = None) -> None:
@@ -142,13 +141,13 @@ class Relay(asyncio.Protocol):
         """The next message to a call; None to end it."""
         message = await outgoing.get()
         if isinstance(message, status_pb2.Status):
-            await _abort(context, message)
+            await abort_with_status(context, message)
         return message
 
     async def _refuse_late(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """End a call that comes when all are to end, before the worker hears of it."""
         if self._ending is not None:
-            await _abort(context, self._ending)
+            await abort_with_status(context, self._ending)
 
     async def _read(self, requests: AsyncIterator[bytes], number: int, outgoing: _Outgoing) -> None:
         try:
@@ -179,11 +178,6 @@ class Relay(asyncio.Protocol):
         self._transport.write(pack_frame(kind, number, payload))
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], status: status_pb2.Status) -> NoReturn:
-    await context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
-    raise AssertionError("abort_with_status does not return")
-
-
 class _Control:
     """The worker's orders, and the answers to them."""
 
@@ -204,7 +198,7 @@ class _Control:
 
 async def _serve(control_socket: socket.socket, data: socket.socket) -> None:
     # Otherwise grpc.aio waits, with the last channel that is closed, for operations that may never come to their end.
-    grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
+    grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
     control = _Control(*await asyncio.open_connection(sock=control_socket))
     setup = await control.next()
     log_to_stderr(setup["log_level"], setup["log_format"], role=setup["role"])

@@ -116,6 +116,7 @@ def _json_options(asked: common_pb2.StructuredOutputs, kind: str) -> dict[str, A
         ("whitespace_pattern", _JSON_KINDS),
         ("disable_additional_properties", ("json",)),
     ):
+        # The generated stub lists the names.
         if asked.HasField(field) and getattr(asked, field) and kind not in kinds:  # pyright: ignore[reportArgumentType]
             raise ConstraintError(field, f"only with {' and '.join(kinds)}, not with {kind}: leave it out")
     if asked.disable_any_whitespace:

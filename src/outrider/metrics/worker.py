@@ -58,13 +58,13 @@ def describe_worker(
     families.counter(f"{role}_model_sessions", "Sessions of all steps, one counted once a step.", counts.sessions)
     families.counter(f"{role}_model_busy_seconds", "Time in steps.", counts.busy_ns / 1e9)
     families.histogram(f"{role}_model_step_seconds", "A step, model and bookkeeping.", counts.step)
-    families.histogram(f"{role}_model_forward_seconds", "Of a step, the model's forward alone.", counts.forward)
+    families.histogram(f"{role}_model_forward_seconds", "Time of the model's forward pass in a step.", counts.forward)
     families.gauge("num_sessions", "Sessions that are open here.", gauges.sessions)
     families.gauge("kv_slots_used", "KV slots that sessions hold.", gauges.slots_used)
     families.gauge("kv_slots_cached", "KV slots that are kept for those that begin alike.", gauges.slots_cached)
     families.gauge("kv_slots", "KV slots.", gauges.slots_total)
     used = gauges.slots_used / gauges.slots_total if gauges.slots_total else 0.0
     families.gauge("kv_cache_usage_perc", "Share of KV slots that sessions hold; 1 is all.", used)
-    families.gauge(f"{role}_queue_length", "What waits for the model: batches, or commands.", gauges.waiting)
-    families.gauge("step_age_seconds", "How long the step that runs has been running; 0 where none runs.",
+    families.gauge(f"{role}_queue_length", "Items waiting for the model: batches, or commands.", gauges.waiting)
+    families.gauge("step_age_seconds", "Age of the running step; 0 if none runs.",
                    gauges.step_age_s)  # fmt: skip

@@ -1,12 +1,15 @@
-"""Ports for servers whose addresses have to be known before they listen."""
+"""What the system lends to servers: ports that have to be known before they listen, and files for their connections."""
 
 import random
 import socket
+import sys
 
 # Below those that systems give to connections on their own, and above those that Ray gives to its workers: of these
 # any may be taken between the look and the bind.
 _RANGE = range(20_000, 30_000)
 _ATTEMPTS = 100
+# Every connection is an open file, and shells commonly allow 1,024.
+_FILES = 65_536
 
 
 def free_port(host: str = "127.0.0.1", *, count: int = 1) -> int:
@@ -44,3 +47,15 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as the machine lets it, up to 65,536."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -63,13 +63,13 @@ class StepWatch:
         self._number = 0
         self._running: _Running | None = None
 
-    def begins(self, usual_s: float | None) -> None:
-        """The next part of its work begins: a step, a capture. None: nobody knows how long it may take."""
+    def begin(self, usual_s: float | None) -> None:
+        """Note that the next part of the work begins: a step, a capture. None: nobody knows how long it may take."""
         self._number += 1
         self._running = _Running(self._number, time.monotonic(), usual_s)
 
-    def rests(self) -> None:
-        """It has nothing to do."""
+    def idle(self) -> None:
+        """Note that there is nothing to do."""
         self._running = None
 
     @property

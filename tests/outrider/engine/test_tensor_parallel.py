@@ -55,8 +55,8 @@ def _config(checkpoint: Path, ranks: int) -> EngineConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def other_leader(checkpoint: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that leads one follower, says its number and whether it has imported transformers, which no worker
-    needs; started first, for it takes seconds.
+    """A process that leads one follower, and says whether it has imported transformers, which no worker needs; started
+    first, for it takes seconds.
     """
     script = (
         "import sys, time\n"
@@ -65,7 +65,7 @@ def other_leader(checkpoint: Path) -> Iterator["subprocess.Popen[bytes]"]:
         "from outrider.engine.tensor_parallel_leader import start_ranks\n"
         "ranks = start_ranks(EngineConfig(model_path=sys.argv[1], tensor_parallel_size=2))\n"
         "ranks.least(3)\n"
-        "print(*ranks.pids, 'transformers' in sys.modules, flush=True)\n"
+        "print('transformers' in sys.modules, flush=True)\n"
         "time.sleep(600)\n"
     )
     arguments = [sys.executable, "-c", script, str(checkpoint)]
@@ -87,9 +87,28 @@ def _leader(runner: ModelRunner) -> Leader:
     return runner.ranks
 
 
-def _signal_follower(runner: ModelRunner, number: signal.Signals) -> None:
-    (pid,) = _leader(runner).pids
-    os.kill(pid, number)
+def _follower(leader_pid: int) -> int:
+    """The process number of the one follower that a process leads."""
+    (found,) = (
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if _parent(stat) == leader_pid and b"tensor_parallel_rank" in (stat.parent / "cmdline").read_bytes()
+    )
+    return found
+
+
+def _parent(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        # It has ended meanwhile.
+        return 0
+
+
+def _signal_follower(number: signal.Signals) -> int:
+    follower = _follower(os.getpid())
+    os.kill(follower, number)
+    return follower
 
 
 def _wait_for_end(pid: int) -> None:
@@ -152,8 +171,8 @@ def test_two_ranks_choose_what_one_chooses_until_one_is_killed(pair: ModelRunner
     assert pair._caches.keys[0].shape[1] * 2 == alone._caches.keys[0].shape[1]
 
     # Stopped, it takes the command and never computes; then it is gone.
-    _signal_follower(pair, signal.SIGSTOP)
-    timer = threading.Timer(0.5, _signal_follower, (pair, signal.SIGKILL))
+    _signal_follower(signal.SIGSTOP)
+    timer = threading.Timer(0.5, _signal_follower, (signal.SIGKILL,))
     timer.start()
     for _ in range(2):
         with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
@@ -169,15 +188,15 @@ def test_what_goes_wrong_in_a_rank_is_told(pair: ModelRunner) -> None:
 
 
 def test_a_rank_that_never_answers_is_given_up(pair: ModelRunner) -> None:
-    _signal_follower(pair, signal.SIGSTOP)
+    follower = _signal_follower(signal.SIGSTOP)
     with pytest.raises(WorkerUnavailable, match="not answered in time"), _leader(pair).guard(0.3):
         _greedy(Steps(pair), 1)
-    _wait_for_end(_leader(pair).pids[0])
+    _wait_for_end(follower)
 
 
 def test_a_rank_that_reads_no_commands_is_given_up(pair: ModelRunner) -> None:
     leader = _leader(pair)
-    _signal_follower(pair, signal.SIGSTOP)
+    _signal_follower(signal.SIGSTOP)
     with pytest.raises(WorkerUnavailable, match="not answered in time"), leader.guard(0.5):
         # Far more than a socket holds.
         leader.lead("packed", bytes(8 << 20))
@@ -207,10 +226,10 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_starts(
 
 def test_followers_end_with_a_leader_that_is_killed(other_leader: "subprocess.Popen[bytes]") -> None:
     assert other_leader.stdout is not None
-    follower, has_models = other_leader.stdout.readline().split()
-    assert has_models == b"False"
+    assert other_leader.stdout.readline() == b"False\n"
+    follower = _follower(other_leader.pid)
     other_leader.kill()
-    _wait_for_end(int(follower))
+    _wait_for_end(follower)
 
 
 def _gpu_config(folder: Path, ranks: int, dtype: DtypeName) -> EngineConfig:
@@ -243,11 +262,11 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
         torch.testing.assert_close(forest, found[0][2], rtol=1e-4, atol=1e-4)
 
     # The GPU that is left waits in a kernel for numbers that never come.
-    _signal_follower(runner, signal.SIGSTOP)
+    _signal_follower(signal.SIGSTOP)
     steps.logits(step)
     done = torch.cuda.Event()
     done.record()
-    timer = threading.Timer(0.5, _signal_follower, (runner, signal.SIGKILL))
+    timer = threading.Timer(0.5, _signal_follower, (signal.SIGKILL,))
     timer.start()
     with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"), runner.ranks.guard():
         done.synchronize()

@@ -35,7 +35,7 @@ async def watched(watch: StepWatch, monkeypatch: pytest.MonkeyPatch, *, timeout_
 async def test_a_step_may_take_ten_times_what_it_usually_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_watch, "LEAST_PATIENCE_S", 0.1)
     watch = StepWatch()
-    watch.begins(0.03)
+    watch.begin(0.03)
     with pytest.raises(WorkerHung, match=r"\d\.\d s, 0\.3 s is the most"):
         await watched(watch, monkeypatch, timeout_s=20)
 
@@ -46,7 +46,7 @@ async def test_nothing_is_said_of_what_rests_gets_on_or_may_be_compiling(monkeyp
     assert (watch.age_s, watch.is_preparing) == (0.0, False)
     with pytest.raises(TimeoutError):
         await watched(watch, monkeypatch, timeout_s=0.3)
-    watch.begins(None)
+    watch.begin(None)
     assert watch.is_preparing
     with pytest.raises(TimeoutError):
         await watched(watch, monkeypatch, timeout_s=0.3)
@@ -54,12 +54,12 @@ async def test_nothing_is_said_of_what_rests_gets_on_or_may_be_compiling(monkeyp
 
     async def get_on() -> None:
         while True:
-            watch.begins(0.0)
+            watch.begin(0.0)
             await asyncio.sleep(0.02)
 
     working = asyncio.create_task(get_on())
     with pytest.raises(TimeoutError):
         await watched(watch, monkeypatch, timeout_s=0.5)
     working.cancel()
-    watch.rests()
+    watch.idle()
     assert watch.age_s == 0.0

@@ -19,7 +19,7 @@ from outrider.sampling import SamplingSpec, VerificationRule
 Path = tuple[list[int], list[int]]
 
 
-def reference_path(  # noqa: PLR0917 - a tree has columns
+def reference_path(
     spec: SamplingSpec,
     length: int,
     tokens: Sequence[int],

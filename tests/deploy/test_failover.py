@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.deploy import placement
-from outrider.deploy.moving import Machines
+from outrider.deploy.failover import Machines
 from outrider.deploy.placement import Node, Probe
 from outrider.roles.ports import free_port
 

@@ -1,5 +1,4 @@
-"""Tells what holds a worker's steps up once it serves: kernels that are compiled, graphs that are captured, and steps
-that take long for no such reason (torch-free).
+"""Log of slow steps of a serving worker, and of kernels compiled or graphs captured while it serves (torch-free).
 
 All of that belongs into the time before a worker serves. Where it comes later, whole seconds pass in which nothing
 grows or is verified, and nothing else shows why.
@@ -15,7 +14,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 LONG_STEP_NS = 500_000_000
-"""Steps from here on are told of."""
+"""Steps that take this long are logged."""
 # Between two lines of a worker.
 _LEAST_APART_S = 1.0
 # Causes that a line names.
@@ -56,7 +55,7 @@ def listen_to_triton() -> None:
     compilation.listener = compiled
 
 
-class StepHoldups:
+class SlowStepLog:
     """The lines of one worker.
 
     Args:
@@ -67,8 +66,8 @@ class StepHoldups:
         self._logger, self._kind, self._now = logger, kind, now
         self._seen = 0
         self._causes: list[str] = []
-        self._untold = 0
-        self._told_s: float | None = None
+        self._suppressed = 0
+        self._logged_s: float | None = None
 
     def begin(self) -> None:
         """The worker serves from now on: what was prepared before held nobody up."""
@@ -78,15 +77,15 @@ class StepHoldups:
     def note(self, step_ns: int, *, rows: int, sessions: int) -> None:
         """A step is over."""
         has_news = bool(_preparations) and _preparations[-1].number > self._seen
-        if step_ns < LONG_STEP_NS and not has_news and not self._untold:
+        if step_ns < LONG_STEP_NS and not has_news and not self._suppressed:
             return
         if has_news:
             self._take_news()
         if step_ns < LONG_STEP_NS and not self._causes:
             return
         now_s = self._now()
-        if self._told_s is not None and now_s - self._told_s < _LEAST_APART_S:
-            self._untold += has_news or step_ns >= LONG_STEP_NS
+        if self._logged_s is not None and now_s - self._logged_s < _LEAST_APART_S:
+            self._suppressed += has_news or step_ns >= LONG_STEP_NS
             return
         self._logger.warning(
             "%s: a step of %d rows of %d sessions took %.0f ms; %s%s",
@@ -94,10 +93,10 @@ class StepHoldups:
             rows,
             sessions,
             step_ns / 1e6,
-            self._told_causes(),
-            f" ({self._untold} more such steps since the last line)" if self._untold else "",
+            self._causes_text(),
+            f" ({self._suppressed} more such steps since the last line)" if self._suppressed else "",
         )
-        self._told_s, self._untold = now_s, 0
+        self._logged_s, self._suppressed = now_s, 0
         self._causes.clear()
 
     def _take_news(self) -> None:
@@ -105,7 +104,7 @@ class StepHoldups:
         self._seen = news[-1].number
         self._causes += [f"{one.what} {1e3 * one.seconds:.0f} ms" for one in news]
 
-    def _told_causes(self) -> str:
+    def _causes_text(self) -> str:
         if not self._causes:
             return "nothing was compiled or captured in it"
         rest = len(self._causes) - _MOST_CAUSES

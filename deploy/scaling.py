@@ -9,9 +9,9 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from outrider.deploy.actor_group import ActorGroup
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.coordinator_view import CoordinatorView
-from outrider.deploy.crew import Crew
 from outrider.deploy.health import RoleHandle, watch
 from outrider.deploy.status import worker_status
 from outrider.errors import WorkerUnavailable
@@ -25,15 +25,17 @@ FIELDS = {Role.COORDINATOR: "coordinators", Role.TARGET: "targets", Role.DRAFT: 
 """The configuration's fields that count each role."""
 
 
-class Staff:
+class RoleScaler:
     """Changes a deployment's roles; who calls sees to it that one change follows the other.
 
     Args:
         save: called when something has changed that a successor has to know.
     """
 
-    def __init__(self, config: DeployConfig, crew: Crew, view: CoordinatorView, save: Callable[[], None]) -> None:
-        self._config, self._crew, self._view, self._save = config, crew, view, save
+    def __init__(
+        self, config: DeployConfig, actors: ActorGroup, view: CoordinatorView, save: Callable[[], None]
+    ) -> None:
+        self._config, self._actors, self._view, self._save = config, actors, view, save
         self.wanted = {role: getattr(config, field) for role, field in FIELDS.items()}
         self.draft_model: Path | None = None  # checkpoint folder of drafts that are added; None for the configured one
         # Checkpoint folder of all targets since a reload; None for the configured one.
@@ -75,10 +77,10 @@ class Staff:
     async def resize(self, role: Role, count: int) -> None:
         """Have so many of a role; WorkerUnavailable, and as many as before, where no node has what one more needs."""
         before, self.wanted[role] = self.wanted[role], count
-        present = self._crew.of(role)
+        present = self._actors.of(role)
         try:
-            while len(self._crew.of(role)) < count:
-                self.look_after(await self._crew.add(role, model=self.draft_model if role is Role.DRAFT else None))
+            while len(self._actors.of(role)) < count:
+                self.look_after(await self._actors.add(role, model=self.draft_model if role is Role.DRAFT else None))
         except WorkerUnavailable:
             self.wanted[role] = before
             raise
@@ -92,7 +94,7 @@ class Staff:
         """Ends or adds what a change has left over that its controller did not live to finish, or that failed."""
         for role, count in self.wanted.items():
             try:
-                if len(self._crew.of(role)) != count:
+                if len(self._actors.of(role)) != count:
                     await self.resize(role, count)
             except WorkerUnavailable as error:
                 logger.warning("there should be %d of %s: %s", count, role, error)
@@ -103,21 +105,21 @@ class Staff:
         Raises:
             WorkerUnavailable: the new one does not serve; it has been taken away again.
         """
-        has_room = self._crew.has_room(old.role)
-        if not has_room and old.role is Role.TARGET and len(self._crew.of(Role.TARGET)) == 1:
+        has_room = self._actors.has_room(old.role)
+        if not has_room and old.role is Role.TARGET and len(self._actors.of(Role.TARGET)) == 1:
             raise WorkerUnavailable(f"{old.name} is the only target, and there is no room for another beside it")
         if not has_room:
             await self.end(old)
         new = None
         try:
-            new = await self._crew.add(old.role, model=model)
+            new = await self._actors.add(old.role, model=model)
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._serving(new)
         except (TimeoutError, WorkerUnavailable) as error:
             if new is not None:
-                await self._crew.end(new, timeout_s=self._config.stop_timeout_s)
+                await self._actors.end(new, timeout_s=self._config.stop_timeout_s)
             if not has_room:
-                self.look_after(await self._crew.add(old.role, model=old.model))
+                self.look_after(await self._actors.add(old.role, model=old.model))
             reason = str(error) or f"not serving after {self._config.start_timeout_s:g} s"
             raise WorkerUnavailable(f"{old.name} was not replaced: {reason}") from error
         self.look_after(new)
@@ -131,7 +133,7 @@ class Staff:
             timeout_s = self._config.stop_timeout_s + _END_SLACK_S
         if (watching := self._watches.pop(handle.name, None)) is not None:
             watching.cancel()
-        await self._crew.end(handle, timeout_s=timeout_s)
+        await self._actors.end(handle, timeout_s=timeout_s)
         self._save()
 
     async def listening(self, handle: RoleHandle) -> None:

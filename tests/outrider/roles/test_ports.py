@@ -17,7 +17,7 @@ _, HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 def test_the_limit_rises_as_far_as_the_machine_lets_it(soft: int, hard: int, expected: int) -> None:
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
-        "from outrider.roles.open_files import allow_many_files; allow_many_files()\n"
+        "from outrider.roles.ports import allow_many_files; allow_many_files()\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})

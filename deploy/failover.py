@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outrider.deploy import placement
+from outrider.deploy.actor_group import ActorGroup
 from outrider.deploy.config import DeployConfig
-from outrider.deploy.crew import Crew
 from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import Probe
 from outrider.errors import WorkerUnavailable
@@ -65,15 +65,15 @@ class Machines:
         return silent_s > self._silence_s or refused_s > min(REFUSED_TIMEOUT_S, self._silence_s)
 
 
-class Mover:
+class NodeFailover:
     """Watches the machines.
 
     Args:
         is_serving: whether the deployment serves: before and after that nothing is moved.
     """
 
-    def __init__(self, config: DeployConfig, crew: Crew, *, is_serving: Callable[[], bool]) -> None:
-        self._config, self._crew, self._is_serving = config, crew, is_serving
+    def __init__(self, config: DeployConfig, actors: ActorGroup, *, is_serving: Callable[[], bool]) -> None:
+        self._config, self._actors, self._is_serving = config, actors, is_serving
         self._machines = Machines(silence_s=config.node_timeout_s)
         # Of every node that was there, by id; ids of those that are not any more.
         self._addresses: dict[str, str] = {}
@@ -85,9 +85,9 @@ class Mover:
             await asyncio.sleep(self._config.ping_interval_s)
             try:
                 seen = await self._machines.look()
-                self._crew.silent_nodes = set(seen.silent)
+                self._actors.silent_nodes = set(seen.silent)
                 self._tell_of_dead(seen)
-                for handle in self._crew:
+                for handle in self._actors:
                     if self._is_serving() and not handle.is_draining and self._has_to_move(handle, seen):
                         await self._move(handle)
             except Exception:
@@ -98,9 +98,9 @@ class Mover:
         self._addresses |= seen.known
         dead = {node_id for node_id in self._addresses if node_id in seen.silent or node_id not in seen.known}
         for node_id in dead - self._dead:
-            if names := [handle.name for handle in self._crew if handle.node_id == node_id]:
+            if names := [handle.name for handle in self._actors if handle.node_id == node_id]:
                 lost = f"the machine at {self._addresses[node_id]} does not answer"
-                self._crew.events.add(f"{lost}: {', '.join(names)} will start on another one")
+                self._actors.events.add(f"{lost}: {', '.join(names)} will start on another one")
         self._dead = dead
 
     def _has_to_move(self, handle: RoleHandle, seen: Seen) -> bool:
@@ -112,14 +112,14 @@ class Mover:
             return True
         # One that `watch` has lost, Ray starts anew as a rule.
         is_lost = handle.report is None and handle.failure is not None
-        handle.is_homeless = handle.is_homeless or (is_lost and self._crew.is_gone(handle))
+        handle.is_homeless = handle.is_homeless or (is_lost and self._actors.is_gone(handle))
         return handle.is_homeless
 
     async def _move(self, handle: RoleHandle) -> None:
         reason = "its actor has gone for good" if handle.is_homeless else "its machine does not answer"
         logger.warning("%s is started again: %s", handle.name, reason)
         try:
-            await self._crew.move(handle)
+            await self._actors.move(handle)
             handle.failure = reason
         except WorkerUnavailable as error:
             logger.warning("%s has to wait: %s", handle.name, error)

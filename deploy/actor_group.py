@@ -92,7 +92,7 @@ class TargetModel:
             return None
 
 
-class Crew:
+class ActorGroup:
     """Starts and ends a deployment's actors; knows nothing of when that is called for.
 
     Args:
