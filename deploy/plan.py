@@ -263,9 +263,8 @@ def _read_sizes(folder: Path, *, has_weights: bool, number_bytes: int, kv_number
     sizes = CheckpointSizes.of(folder, config, number_bytes=number_bytes, kv_number_bytes=kv_number_bytes)
     if not is_eagle_head(folder):
         return sizes
-    # Of every token a hidden row of the target's, and of a head, which a block drafter is not, one of its own.
-    hidden_rows = 1 if "block_size" in config else 2
-    return dataclasses.replace(sizes, kv=sizes.kv + hidden_rows * int(config["hidden_size"]) * number_bytes)
+    # Of every token a hidden row of the target's.
+    return dataclasses.replace(sizes, kv=sizes.kv + int(config["hidden_size"]) * number_bytes)
 
 
 def _tokenizer(folder: Path) -> bytes:

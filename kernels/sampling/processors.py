@@ -81,6 +81,8 @@ class NodeProcessors:
         penalties: [S, 3] float32: repetition (1 is off), presence and frequency (0 is off).
         counts: [S, V] int32, how often a token occurs in the output, with the bit IN_PROMPT; of rows with penalties.
         additive: [S, V] float32, the bias; -inf for tokens that are not allowed.
+
+    `process_logits` takes the first columns of both, too, for a model of fewer tokens.
     """
 
     kinds: torch.Tensor
@@ -200,6 +202,7 @@ def process_logits(
             processors.penalties,
             processors.counts,
             processors.additive,
+            processors.counts.stride(0),
             out,
             out.stride(0),
             vocab_size,
@@ -274,6 +277,7 @@ def _process_kernel(
     penalties_ptr,  # [S, 3] float32
     counts_ptr,  # [S, V] int32
     additive_ptr,  # [S, V] float32
+    row_stride,  # of both
     out_ptr,  # [L, V] float32
     out_stride,
     vocab_size,
@@ -289,7 +293,7 @@ def _process_kernel(
     logit = tl.load(logits_ptr + line * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
     kinds = tl.load(kinds_ptr + row)
     if (kinds & _PENALTIES) != 0:
-        counts = tl.load(counts_ptr + row * vocab_size + ids, mask=inside, other=0)
+        counts = tl.load(counts_ptr + row * row_stride + ids, mask=inside, other=0)
         entry = tl.load(entries_ptr + tl.load(rows_ptr + line))
         while entry >= 0:
             counts += (ids == tl.load(token_ptr + row * C + entry)).to(tl.int32)
@@ -304,7 +308,7 @@ def _process_kernel(
         penalised = repeated - frequency * count.to(tl.float32) - tl.where(count > 0, presence, 0.0)
         logit = tl.where(counts != 0, penalised, logit)
     if (kinds & _ADDITIVE) != 0:
-        additive = tl.load(additive_ptr + row * vocab_size + ids, mask=inside, other=0.0)
+        additive = tl.load(additive_ptr + row * row_stride + ids, mask=inside, other=0.0)
         # Minus infinity, whatever the logit is.
         logit = tl.where(additive == float("-inf"), additive, logit + additive)
     if ((kinds & _STOP_BAN) != 0) & (tl.load(positions_ptr + line) < tl.load(min_end_ptr + row)):

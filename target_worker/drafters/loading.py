@@ -74,15 +74,18 @@ def room_for_draft(target: EngineConfig, folder: Path) -> KvNeighbour:
             # The logits of a block for each session, as computed and as kept, and the two tables of the bias.
             numbers += 2 * (target.max_num_seqs + 1) * head.block_size * head.draft_vocab_size
             numbers += head.block_rank * (head.layer.vocab_size + head.draft_vocab_size)
+        else:
+            # The hidden rows of every session's root and nodes.
+            numbers += (_LIVE_NODES + 1) * target.max_num_seqs * head.hidden_size
         fixed_bytes = numbers * dtype.itemsize + step_bytes(engine, head.layer, features=features)
-        # Beside its KV, of every token a hidden row of the target's and, of a head, one of its own.
-        hidden_rows = 1 if head.is_block else 2
-        slot_bytes = KvShape(head.layer, engine).bytes_per_slot + hidden_rows * head.hidden_size * dtype.itemsize
+        kv_bytes = KvShape(head.layer, engine).bytes_per_slot
+        # Beside its KV, of every token a hidden row of the target's.
+        slot_bytes = kv_bytes + head.hidden_size * dtype.itemsize
     else:
         spec, _ = read_checkpoint(engine)
         fixed_bytes = weight_bytes(spec, dtype) + step_bytes(engine, spec)
-        slot_bytes = KvShape(spec, engine).bytes_per_slot
-    tree_bytes = _LIVE_NODES * target.max_num_seqs * slot_bytes
+        kv_bytes = slot_bytes = KvShape(spec, engine).bytes_per_slot
+    tree_bytes = _LIVE_NODES * target.max_num_seqs * kv_bytes
     return KvNeighbour(fixed_bytes=fixed_bytes + tree_bytes, bytes_per_slot=slot_bytes)
 
 
@@ -160,7 +163,7 @@ def _load_head(target: ModelRunner, engine: EngineConfig, growth: GrowthConfig, 
             row_len=row_len,
             trims=not engine.captures,
         )
-        return EagleForward(head, inputs) if block is None else BlockForward(block, inputs)
+        return EagleForward(head, inputs, capacity=growth.capacity) if block is None else BlockForward(block, inputs)
 
     return DraftModel(
         make_forward=make_forward,

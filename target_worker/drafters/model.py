@@ -39,10 +39,12 @@ from outrider.engine.eagle import BlockHead
 from outrider.engine.head_forward import BlockForward
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.packed_forward import Features, ForwardPass
+from outrider.engine.step_memory import StepMemory
 from outrider.kernels.drafting.children import REPORT_COUNTS
 from outrider.kernels.drafting.records import follow_records, growth_records
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft
+from outrider.kernels.pool.re_root import re_root
 from outrider.kernels.pool.records import WORDS
 from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
 from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP
@@ -124,6 +126,7 @@ class ResidentProgram(GrowthProgram):
         place: of the drafter in that pool.
         records: G, most records of a round.
         committed: rows of what a round commits.
+        shared: memory of the rounds.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class ResidentProgram(GrowthProgram):
         place: int,
         records: int,
         committed: CommittedRows,
+        shared: StepMemory,
     ) -> None:
         forward = draft.make_forward(pool.table)
         super().__init__(
@@ -151,6 +155,7 @@ class ResidentProgram(GrowthProgram):
             regrows=draft.features is not None,
             committed=committed,
             read=forward.read if isinstance(forward, BlockForward) else None,
+            shared=shared,
         )
         self._target, self._place, self._source = pool, place, draft.source
         self._followed, self._follow_verdicts = self._column(records, WORDS), self._column(records)
@@ -171,7 +176,7 @@ class ResidentProgram(GrowthProgram):
         is_drafted, longest = self.pool.max_nodes, self.pool.max_len
         follow_records(records, count, is_drafted, self._followed, place=self._place, longest=longest)
         graft(self.pool, self._followed, count, self._follow_verdicts, self._no_commits, self._num_none)
-        self._commit(tokens, num_tokens)
+        re_root(self.pool, tokens, num_tokens, regrows=self._regrows)
         state = self.pool.state
         if self._regrows:
             # While the target computes a prompt, the drafter's row rests.
@@ -182,6 +187,9 @@ class ResidentProgram(GrowthProgram):
     def _take(self) -> None:
         """See `GrowthProgram`: rounds have done it, in `follow`."""
         mark_time(self._began, RoundTime.BEGAN)
+
+    def _describe_processors(self, *_described: object) -> None:
+        """See `GrowthProgram`: the target has done it, and its rounds count what they commit."""
 
     def _hand_on(self, rows: SampledRows, size: int) -> None:
         """See `GrowthProgram`: into the target's pool."""
@@ -233,6 +241,7 @@ class ResidentModel:
         place: of the drafter in that pool.
         records: most records of a round.
         round_rows: most verified rows of a round, so that it commits no more tokens.
+        shared: memory of the rounds.
 
     Attributes:
         place: as given.
@@ -246,7 +255,9 @@ class ResidentModel:
             synthetic rule.
     """
 
-    def __init__(self, draft: DraftModel, pool: Pool, *, place: int, records: int, round_rows: int) -> None:
+    def __init__(
+        self, draft: DraftModel, pool: Pool, *, place: int, records: int, round_rows: int, shared: StepMemory
+    ) -> None:
         growth = draft.growth
         self.place, self.source, self._growth, self._capacity = place, draft.source, growth, pool.capacity
         self._regrows, self._max_depth = draft.features is not None, draft.max_depth or growth.capacity
@@ -257,7 +268,7 @@ class ResidentModel:
         self.steps, self._vocab_size = 0, draft.vocab_size
         self._committed = CommittedRows(each=draft.session_rows, total=round_rows)
         self._program = ResidentProgram(
-            draft, self.calibration, pool, place=place, records=records, committed=self._committed
+            draft, self.calibration, pool, place=place, records=records, committed=self._committed, shared=shared
         )
         self.pool = self._program.pool
         self._expansions = Expansions(pool.sessions, self._program.lines, self._program.branching)

@@ -22,7 +22,7 @@ Shapes: S rows of the pool, R verified rows of a bucket, N sessions, M rows of a
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Self
@@ -32,10 +32,12 @@ import numpy.typing as npt
 import torch
 
 from outrider.engine.bucket_times import time_buckets
+from outrider.engine.graph_memory import GraphMemory
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.node_processors import describe_processors
 from outrider.engine.packed_forward import PackedForward
 from outrider.engine.round_rings import RingMemory
+from outrider.engine.step_memory import StepMemory
 from outrider.kernels.compiling_threads import compiling_threads
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.pool.columns import MAX_STOPS, Pool
@@ -46,7 +48,7 @@ from outrider.kernels.pool.re_root import re_root
 from outrider.kernels.pool.records import WORDS
 from outrider.kernels.pool.rings import publish_early, publish_report, take_records
 from outrider.kernels.pool.select import Selection, select
-from outrider.kernels.sampling.processors import NodeProcessors, count_tokens, process_logits
+from outrider.kernels.sampling.processors import count_tokens, process_logits
 from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
 from outrider.kernels.verification.report import RoundTime, mark_time, report_round, round_words
 from outrider.kernels.verification.token_logprobs import Logprobs, rank_logits, report_logprobs
@@ -148,16 +150,19 @@ class RoundProgram:
         self._sampled = [SampledRows.allocate(bucket.rows, device) for bucket in self.buckets]
         self._parameters = self._column(sessions, PARAMETERS)
         self._rules = WalkRules.allocate(sessions, device)
-        self._processors = NodeProcessors.allocate(sessions=sessions, vocab_size=vocab_size, device=device)
         self._asked = torch.full((sessions,), -1, dtype=torch.int32, device=device)
         largest, lines = max(bucket.sessions for bucket in self.buckets), max(bucket.rows for bucket in self.buckets)
         most = max(bucket.most for bucket in self.buckets)
         self.shape = ReportShape(sessions=largest, most=most, logprobs=min(config.logprobs, vocab_size))
         self._walks = Walks.allocate(self.pool, sessions=largest, most=most)
         self._ranked = Logprobs.allocate(lines, self.shape.logprobs, device)
-        # Raw logits of captured rounds; `_logits` holds those that processors have changed.
+        # Of captured rounds.
         self._raw_logits = self._column(lines if self._captures else 0, vocab_size, dtype=model.dtype)
-        self._logits = self._column(lines, vocab_size, dtype=torch.float32)
+        # Growth steps run between rounds, and have no more lines than this.
+        growth_lines = 0 if draft is None else draft.growth.max_step_nodes + sessions
+        self._shared = StepMemory.allocate(
+            sessions=sessions, lines=max(lines, growth_lines), vocab_size=vocab_size, device=device
+        )
         self._decided = self._column(lines)
         # Verified rows are the first ones of a step.
         self._lines = torch.arange(lines, device=device)
@@ -167,7 +172,12 @@ class RoundProgram:
         self.drafter = None
         if draft is not None:
             self.drafter = ResidentModel(
-                draft, self.pool, place=config.places, records=records, round_rows=config.max_step_rows
+                draft,
+                self.pool,
+                place=config.places,
+                records=records,
+                round_rows=config.max_step_rows,
+                shared=self._shared,
             )
         # A target's tokens are its own: no records commit any.
         self._commits, self._num_commits = self._column(sessions, 1), self._column(sessions)
@@ -181,9 +191,7 @@ class RoundProgram:
             (2, largest, most, 1 + 2 * self.shape.logprobs), dtype=torch.int32, pin_memory=on_gpu
         )
         self._side = torch.cuda.Stream(device) if on_gpu else None
-        # By bucket. No graph's memory is read by another one, so all share it.
-        self._graphs: dict[int, _Graphs] = {}
-        self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._graphs: dict[int, _Graphs] = {}  # by bucket
 
     @classmethod
     def of_runner(cls, runner: ModelRunner, config: RoundConfig, *, draft: DraftModel | None = None) -> Self:
@@ -232,7 +240,7 @@ class RoundProgram:
             for column, values in columns:
                 column[: len(values)].copy_(torch.from_numpy(values.copy()))
             prompt, output = np.split(session.history[: session.length], [session.prompt_len])
-            describe_processors(self._processors, row, sampling, prompt, output)
+            describe_processors(self._shared.processors, row, sampling, prompt, output)
         if self._side is not None:
             self._side.synchronize()
         if self.drafter is not None:
@@ -321,10 +329,10 @@ class RoundProgram:
         if not self._captures:
             count = int(packed.query_start[-1])
             if not count:
-                return self._logits[:0]
+                return self._shared.processed[:0]
             lines = lines[: int(self._sampled[bucket].count[0])]
         with nullcontext() if self._is_capturing else self._lead(bucket, lines=len(lines), count=count):
-            logits = self._model.logits(packed, self.pool.table, lines, most=self._most(bucket), count=count)
+            logits = self._model.logits(packed, self.pool, lines, most=self._most(bucket), count=count)
         mark_time(self._times, RoundTime.FORWARDED)
         return logits
 
@@ -356,7 +364,7 @@ class RoundProgram:
             self.drafter.follow(self._records, self._count, self._walks.tokens, self._walks.num_tokens)
         reports, rounds = self.memory.reports, self._rounds
         if level >= Level.PROCESSED:
-            count_tokens(self._processors, self._walks.tokens, self._walks.num_tokens)
+            count_tokens(self._shared.processors, self._walks.tokens, self._walks.num_tokens)
             report_logprobs(logits, self._ranked, packed, self._walks, self._asked, self._reported_logprobs, rounds)
         num_chunks = self._no_chunks if chunks is None else chunks.count
         report_round(pool, self._selection, packed, self._walks, num_chunks, self._times, reports, rounds)
@@ -373,8 +381,8 @@ class RoundProgram:
         packed, rows = self._packed[bucket], self._sampled[bucket].first(len(logits))
         if level >= Level.PROCESSED:
             rank_logits(logits, rows.pool_rows, self._asked, self._ranked)
-            processed = self._logits[: len(logits)]
-            process_logits(logits, rows, packed, self.pool, self._processors, processed)
+            processed = self._shared.processed[: len(logits)]
+            process_logits(logits, rows, packed, self.pool, self._shared.processors, processed)
             logits = processed
         if masks is not None:
             host_part.apply_masks(masks, logits, packed)
@@ -410,14 +418,16 @@ class RoundProgram:
         report_stage("compiling kernels")
         self._compile()
         compiled = time.perf_counter()
-        stream = torch.cuda.Stream(self.device)
+        graphs = self._shared.graphs
+        assert graphs is not None and self._memory_before is not None, "graphs are a GPU's"
         for done, bucket in enumerate(reversed(range(len(self.buckets)))):
             report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
-            self._capture(bucket, stream)
-        self.captured_ns += time_buckets(len(self.buckets), lambda bucket: self.launch(bucket, Level.PLAIN, ()), stream)
+            self._capture(bucket, graphs)
+        self.captured_ns += time_buckets(
+            len(self.buckets), lambda bucket: self.launch(bucket, Level.PLAIN, ()), graphs.stream
+        )
         self._forget_rounds()
         captured = time.perf_counter()
-        assert self._memory_before is not None, "graphs are a GPU's"
         used = [
             (now - before) / 1e9 for now, before in zip(_device_memory(self.device), self._memory_before, strict=True)
         ]
@@ -447,28 +457,22 @@ class RoundProgram:
         # Memory that only compiling in several threads has needed.
         torch.cuda.empty_cache()
 
-    def _capture(self, bucket: int, stream: torch.cuda.Stream) -> None:
-        def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
-                run()
-            return graph
-
+    def _capture(self, bucket: int, graphs: GraphMemory) -> None:
         def end(level: Level) -> torch.cuda.CUDAGraph:
-            return capture(lambda: self._end(bucket, level, logits))
+            return graphs.capture(lambda: self._end(bucket, level, logits))
 
         logits = self._raw_logits[: self.buckets[bucket].rows]
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(graphs.stream):
             self.launch(bucket, Level.PLAIN, ())
-            torch.cuda.synchronize(self.device)
-            self._is_capturing = True
-            pack = capture(lambda: self._pack(bucket))
-            with self._lead(bucket, graph=bucket):
-                forward = capture(lambda: logits.copy_(self._forward(bucket)))
-            self._model.ranks.note_graph(forward)
-            ends = {level: end(level) for level in (Level.PLAIN, Level.PROCESSED)}
-            self._graphs[bucket] = _Graphs(pack, forward, ends)
-            self._is_capturing = False
+        torch.cuda.synchronize(self.device)
+        self._is_capturing = True
+        pack = graphs.capture(lambda: self._pack(bucket))
+        with self._lead(bucket, graph=bucket):
+            forward = graphs.capture(lambda: logits.copy_(self._forward(bucket)))
+        self._model.ranks.note_graph(forward)
+        ends = {level: end(level) for level in (Level.PLAIN, Level.PROCESSED)}
+        self._graphs[bucket] = _Graphs(pack, forward, ends)
+        self._is_capturing = False
 
     def _forget_rounds(self) -> None:
         if self.device.type == "cuda":

@@ -255,21 +255,19 @@ def test_a_head_may_draft_beside_draft_workers(monkeypatch: pytest.MonkeyPatch):
             DeployConfig(drafter_placement=placement, resident_draft=head, **pair)
 
 
-@pytest.mark.parametrize(("folder", "hidden_rows"), [(embedded_eagle_path(), 2), (embedded_block_path(), 1)])
-def test_a_target_s_tokens_take_a_head_s_hidden_rows_too(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, hidden_rows: int
-):
+@pytest.mark.parametrize("folder", [embedded_eagle_path(), embedded_block_path()])
+def test_a_target_s_tokens_take_a_hidden_row_for_a_head_too(monkeypatch: pytest.MonkeyPatch, folder: Path):
     have_gpus(monkeypatch, 1)
     target, draft = embedded_target_path(), embedded_draft_path()
     numbers: dict[Path, int] = {}
     for path in (target, draft, folder):
         own = json.loads((path / "config.json").read_text())
         numbers[path] = 2 * own["num_hidden_layers"] * own["num_key_value_heads"] * own["head_dim"]
-    rows = hidden_rows * json.loads((folder / "config.json").read_text())["hidden_size"]
+    row = json.loads((folder / "config.json").read_text())["hidden_size"]
     pair: dict[str, Any] = {"target_model": str(target), "draft_model": str(draft), "resident_draft": str(folder)}
     planned = make_plan(DeployConfig(port=0, **pair)).config
     assert planned.target_kv_bytes and planned.draft_kv_bytes
-    ratio = (numbers[target] + numbers[folder] + rows) / numbers[draft]
+    ratio = (numbers[target] + numbers[folder] + row) / numbers[draft]
     assert planned.target_kv_bytes / planned.draft_kv_bytes == pytest.approx(ratio)
 
 

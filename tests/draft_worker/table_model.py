@@ -20,6 +20,7 @@ from outrider.drafting.config import GrowthConfig
 from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.kernels.noise import STREAM_DRAFT, gumbel_noise, philox_uint32
+from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec, SpeculationMode, VerificationRule
 
@@ -54,13 +55,13 @@ class TableModel:
         """Rows of all steps."""
         return [context for step in self.steps for context in step]
 
-    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+    def logits(self, packed: Packed, pool: Pool, rows: torch.Tensor, *, most: int) -> torch.Tensor:
         """See `PackedForward.logits`."""
         count, sessions = int(packed.query_start[-1]), packed.sessions.tolist()
         assert max(Counter(sessions[:count]).values()) <= most
         columns = torch.stack([packed.tokens[:count], packed.positions[:count]], 1)
         self._stored[packed.slots[:count].numpy()] = columns.numpy()
-        keys = [table[row].numpy() if row >= 0 else None for row in packed.pool_rows.tolist()]
+        keys = [pool.table[row].numpy() if row >= 0 else None for row in packed.pool_rows.tolist()]
         contexts = [self._context(packed, row, keys[sessions[row]]) for row in range(count)]
         self.steps.append(contexts)
         self.on_step()

@@ -26,6 +26,7 @@ from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.drafting.config import GrowthConfig
 from outrider.drafting.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.engine.kv_slots import SlotTable
+from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.buckets import round_buckets
@@ -53,9 +54,9 @@ class TableModel:
         chance = np.random.default_rng(seed)
         self.table = torch.from_numpy(sharpness * chance.normal(size=(MODEL_LEN, VOCABULARY, VOCABULARY))).float()
 
-    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, **_options: Any) -> torch.Tensor:
+    def logits(self, packed: Packed, pool: Pool, rows: torch.Tensor, **_options: Any) -> torch.Tensor:
         """See `PackedForward.logits`."""
-        del table
+        del pool
         rows = rows.long()
         return self.table[packed.positions[rows].long(), packed.tokens[rows].long()]
 

@@ -22,8 +22,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,11 @@ import torch
 from outrider.drafting.acceptance_calibration import AcceptanceCalibration
 from outrider.drafting.config import GrowthConfig
 from outrider.engine.bucket_times import time_buckets
+from outrider.engine.graph_memory import GraphMemory
 from outrider.engine.node_processors import describe_processors
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import RingMemory
+from outrider.engine.step_memory import StepMemory
 from outrider.kernels.compiling_threads import compiling_threads
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.drafting.children import estimate_children, report_children, report_words
@@ -46,7 +48,7 @@ from outrider.kernels.pool.re_root import re_root
 from outrider.kernels.pool.records import WORDS
 from outrider.kernels.pool.rings import publish_early, publish_report, take_records
 from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP, Selection, select
-from outrider.kernels.sampling.processors import NodeProcessors, count_tokens, process_logits
+from outrider.kernels.sampling.processors import count_tokens, process_logits
 from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
 from outrider.roles.start_progress import report_stage
 from outrider.sampling import SamplingSpec
@@ -143,6 +145,7 @@ class GrowthProgram:
         regrows: whether commits have the model grow a session's tree anew, as `re_root` takes it.
         committed: as `growth_buckets` takes it.
         read: logits [L, V] of a step's rows [L], from the pass of an earlier step; None where each step has its own.
+        shared: memory of a target's rounds, which keep the processors in it; None where it has its own.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class GrowthProgram:
         regrows: bool = False,
         committed: CommittedRows = CommittedRows(),
         read: Callable[[Packed, torch.Tensor], torch.Tensor] | None = None,
+        shared: StepMemory | None = None,
     ) -> None:
         self._read_logits = read
         self._model, self._config, self.device = model, config, device
@@ -205,8 +209,10 @@ class GrowthProgram:
         self._packed = [Packed.allocate(self.pool, shape, scrap_slot=num_slots) for shape in shapes]
         self._sampled = [SampledRows.allocate(bucket.lines, device) for bucket in self.buckets]
         self._parameters = self._column(sessions, PARAMETERS)
-        self._processors = NodeProcessors.allocate(sessions=sessions, vocab_size=vocab_size, device=device)
-        self._processed = self._column(self.lines, vocab_size, dtype=torch.float32)
+        if shared is None:
+            shared = StepMemory.allocate(sessions=sessions, lines=self.lines, vocab_size=vocab_size, device=device)
+        self._shared = shared.first_tokens(vocab_size)
+        assert len(shared.processed) >= self.lines, "the widest step has more lines than there is room for"
         records = 1 << (max(_LEAST_RECORDS, _SESSION_RECORDS * sessions) - 1).bit_length()
         self._records = self._column(records, WORDS)
         self._verdicts, self._count = self._column(records), self._column(1)
@@ -237,8 +243,6 @@ class GrowthProgram:
         )
         # By bucket: a step, without and with processors, with a forward pass and with logits of an earlier one; and for
         # some buckets a step's beginning and what it gives.
-        # Nothing of one graph's memory is read after it, so that all share theirs.
-        self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._hosted: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Packed, SampledRows, torch.Tensor]]] = {}
         self.captures = captures and on_gpu
@@ -283,9 +287,14 @@ class GrowthProgram:
                 size = min(place.shape[0], len(values) - begin)
                 place[:size].copy_(self._staging[begin : begin + size], non_blocking=True)
                 begin += size
-            describe_processors(self._processors, row, sampling, tokens[:prompt_len], tokens[prompt_len:])
+            self._describe_processors(row, sampling, tokens, prompt_len)
         if self._side is not None:
             self._side.synchronize()
+
+    def _describe_processors(
+        self, row: int, sampling: SamplingSpec, tokens: Sequence[int] | npt.NDArray[np.int32], prompt_len: int
+    ) -> None:
+        describe_processors(self._shared.processors, row, sampling, tokens[:prompt_len], tokens[prompt_len:])
 
     def choose(
         self, gains: npt.NDArray[np.int64], roots: int, sessions: int, times_ns: Sequence[float] | None = None
@@ -339,11 +348,8 @@ class GrowthProgram:
         pool, memory = self.pool, self.memory
         take_records(memory.ring, memory.head, self._records, self._count, self._tail, self._began)
         graft(pool, self._records, self._count, self._verdicts, self._commits, self._num_commits)
-        self._commit(self._commits, self._num_commits)
-
-    def _commit(self, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        re_root(self.pool, tokens, num_tokens, regrows=self._regrows)
-        count_tokens(self._processors, tokens, num_tokens)
+        re_root(pool, self._commits, self._num_commits, regrows=self._regrows)
+        count_tokens(self._shared.processors, self._commits, self._num_commits)
 
     def _hand_on(self, rows: SampledRows, size: int) -> None:
         """Pass on the nodes that a step of R = `size` rows has grown, on the device; a draft worker's host does it."""
@@ -375,11 +381,11 @@ class GrowthProgram:
         packed, most = self._packed[bucket], self.buckets[bucket].most
         if reads and self._read_logits is not None:
             return self._read_logits(packed, rows.rows)
-        return self._model.logits(packed, self.pool.table, rows.rows, most=most)
+        return self._model.logits(packed, self.pool, rows.rows, most=most)
 
     def _process(self, logits: torch.Tensor, rows: SampledRows, packed: Packed) -> torch.Tensor:
-        processed = self._processed[: len(logits)]
-        process_logits(logits, rows, packed, self.pool, self._processors, processed)
+        processed = self._shared.processed[: len(logits)]
+        process_logits(logits, rows, packed, self.pool, self._shared.processors, processed)
         return processed
 
     def begin_hosted(self, bucket: int) -> tuple[int, Packed, SampledRows, torch.Tensor]:
@@ -459,10 +465,11 @@ class GrowthProgram:
         began = time.perf_counter()
         report_stage("compiling kernels")
         self._compile()
-        compiled = time.perf_counter()
+        compiled, graphs = time.perf_counter(), self._shared.graphs
+        assert graphs is not None, "graphs are a GPU's"
         for done, bucket in enumerate(reversed(range(len(self.buckets)))):
             report_stage(f"CUDA graphs: {done + 1} of {len(self.buckets)}")
-            self._capture(bucket)
+            self._capture(bucket, graphs)
         # Times are for steps without processors.
         self.times_ns = self._time_buckets(reads=False)
         self.reading_ns = self.times_ns if self._read_logits is None else self._time_buckets(reads=True)
@@ -492,24 +499,18 @@ class GrowthProgram:
         # Memory that only compiling in several threads has needed.
         torch.cuda.empty_cache()
 
-    def _capture(self, bucket: int) -> None:
-        stream = torch.cuda.Stream(self.device)
-        options: dict[str, Any] = {
-            "pool": self._graph_pool, "stream": stream, "capture_error_mode": "thread_local",
-        }  # fmt: skip
-        with torch.cuda.stream(stream):
-            kinds = (False,) if self._read_logits is None else (False, True)
-            for processes, reads in product((True, False), kinds):
-                self._step(bucket, processes=processes, reads=reads)
-                torch.cuda.synchronize(self.device)
-                self._graphs[bucket, processes, reads] = graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, **options):
-                    self._step(bucket, processes=processes, reads=reads)
-            if self._is_hosted(bucket):
-                beginning = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(beginning, **options):
-                    found = self._begin(bucket, processes=True)
-                self._hosted[bucket] = beginning, found
+    def _capture(self, bucket: int, graphs: GraphMemory) -> None:
+        kinds = (False,) if self._read_logits is None else (False, True)
+        for processes, reads in product((True, False), kinds):
+            step = partial(self._step, bucket, processes=processes, reads=reads)
+            with torch.cuda.stream(graphs.stream):
+                step()
+            torch.cuda.synchronize(self.device)
+            self._graphs[bucket, processes, reads] = graphs.capture(step)
+        if self._is_hosted(bucket):
+            found = list[tuple[Packed, SampledRows, torch.Tensor]]()
+            beginning = graphs.capture(lambda: found.append(self._begin(bucket, processes=True)))
+            self._hosted[bucket] = beginning, found[0]
 
     def _time_buckets(self, *, reads: bool) -> list[float]:
         stream = torch.cuda.Stream(self.device)

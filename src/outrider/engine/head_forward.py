@@ -4,7 +4,7 @@ A row is that of a token, as a draft model's is: it reads the token and the hidd
 computed that hidden row, it is found by the target's KV slot (`Features`).
 
 - **A head's** logits of a row say what follows its token. Below the last committed token the hidden row is the head's
-  own, kept by the slot of its key and value.
+  own, kept by the pool's row and entry until the tree goes (`outrider.kernels.drafting.entering`).
 - **A block drafter** answers in one pass for the B positions behind the root of each session that has something new:
   committed tokens store keys and values, and the root's row is computed B times, once a position. The logits stay by
   row of the pool. A node at depth d, and the root at depth 0, has as logits those of position d and the bias by its own
@@ -21,6 +21,7 @@ from outrider.engine.kv_memory import KvCaches
 from outrider.engine.packed_forward import Features
 from outrider.kernels.attention.slot_updates import gather_slot_rows
 from outrider.kernels.drafting.entering import Entering, enter_rows
+from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.pack import Packed
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
@@ -48,8 +49,7 @@ class HeadInputs:
         # hidden: [slots, F] of `features`.
         self.hidden, self._target_table, self._trims = features.by_slot, target_table, trims
         self.caches = {"key_cache": caches.keys[0], "value_cache": caches.values[0]}
-        # pool_rows: S.
-        self.num_slots, self.pool_rows = len(caches.keys[0]), len(target_table)
+        self.pool_rows = len(target_table)  # S
         self._key_slots = torch.full((sessions, row_len), -1, dtype=torch.int32, device=target_table.device)
 
     def size(self, packed: Packed) -> tuple[int | None, int]:
@@ -58,39 +58,43 @@ class HeadInputs:
             return int(packed.query_start[-1]), int((packed.pool_rows >= 0).sum())
         return None, packed.pool_rows.shape[0]
 
-    def enter(self, packed: Packed, table: torch.Tensor, grown: torch.Tensor | None, count: int | None) -> Entering:
+    def enter(self, packed: Packed, pool: Pool, grown: torch.Tensor | None, count: int | None) -> Entering:
         """See `enter_rows`."""
-        return enter_rows(packed, table, self._target_table, self.hidden, grown, count=count)
+        return enter_rows(packed, pool, self._target_table, self.hidden, grown, count=count)
 
-    def key_slots(self, packed: Packed, table: torch.Tensor, key_len: torch.Tensor) -> torch.Tensor:
+    def key_slots(self, packed: Packed, pool: Pool, key_len: torch.Tensor) -> torch.Tensor:
         """Return the slots of the first sessions' keys, of which the first token is none: [len(key_len), row_len]."""
         slots = self._key_slots[: len(key_len)]
-        gather_slot_rows(table[:, 1:], packed.pool_rows[: len(key_len)], key_len, slots)
+        gather_slot_rows(pool.table[:, 1:], packed.pool_rows[: len(key_len)], key_len, slots)
         return slots
 
 
 class EagleForward:
-    """The forward pass of one head; a `ForwardPass`."""
+    """The forward pass of one head; a `ForwardPass`.
 
-    def __init__(self, head: EagleHead, inputs: HeadInputs) -> None:
+    Args:
+        capacity: C of the pool.
+    """
+
+    def __init__(self, head: EagleHead, inputs: HeadInputs, *, capacity: int) -> None:
         self._head, self._inputs = head, inputs
-        # The last row is that of padding.
-        self._grown = inputs.hidden.new_zeros((inputs.num_slots + 1, head.hidden_size))
+        # Of every row's root and entries; the last one is of all else.
+        self._grown = inputs.hidden.new_zeros((inputs.pool_rows * (capacity + 1) + 1, head.hidden_size))
 
     @torch.inference_mode()
-    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+    def logits(self, packed: Packed, pool: Pool, rows: torch.Tensor, *, most: int) -> torch.Tensor:
         """Store the rows' keys, values and hidden rows, and return the wanted logits; see `PackedForward.logits`."""
         count, sessions = self._inputs.size(packed)
         if count == 0:
             return self._grown.new_zeros((len(rows), self._head.vocab_size))
-        entering = self._inputs.enter(packed, table, self._grown, count)
-        key_len, write_slots = entering.key_len[:sessions], packed.slots[:count]
-        slots = self._inputs.key_slots(packed, table, key_len)
+        entering = self._inputs.enter(packed, pool, self._grown, count)
+        key_len = entering.key_len[:sessions]
+        slots = self._inputs.key_slots(packed, pool, key_len)
         hidden = self._head.forward(
             entering.hidden,
             packed.tokens[:count],
             positions=entering.positions,
-            write_slots=write_slots,
+            write_slots=packed.slots[:count],
             batch=TreeAttentionBatch(
                 slot_table=slots,
                 query_start=packed.query_start[: sessions + 1],
@@ -103,7 +107,7 @@ class EagleForward:
             ),
             **self._inputs.caches,
         )
-        self._grown.index_copy_(0, write_slots.long(), hidden)
+        self._grown.index_copy_(0, entering.places, hidden)
         return self._head.logits(hidden.index_select(0, rows))
 
 
@@ -116,7 +120,7 @@ class BlockForward:
         self._blocks = inputs.hidden.new_zeros((inputs.pool_rows + 1, head.block_size, head.spec.draft_vocab_size))
 
     @torch.inference_mode()
-    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+    def logits(self, packed: Packed, pool: Pool, rows: torch.Tensor, *, most: int) -> torch.Tensor:
         """Compute the block of every session with committed rows, and return the wanted logits.
 
         See `PackedForward.logits`.
@@ -124,7 +128,12 @@ class BlockForward:
         count, sessions = self._inputs.size(packed)
         if count == 0:
             return self._blocks.new_zeros((len(rows), self._head.vocab_size))
-        entering = self._inputs.enter(packed, table, None, count)
+        self._compute(packed, pool, count, sessions)
+        return self.read(packed, rows)
+
+    def _compute(self, packed: Packed, pool: Pool, count: int | None, sessions: int) -> None:
+        """Keep the blocks. A function of its own: what it allocates is free again before logits are read."""
+        entering = self._inputs.enter(packed, pool, None, count)
         tokens, pool_rows = packed.tokens[:count], packed.pool_rows[:sessions]
         self._head.store(
             entering.hidden,
@@ -141,13 +150,12 @@ class BlockForward:
             entering.hidden[last],
             tokens[last],
             positions=entering.positions[last],
-            slot_table=self._inputs.key_slots(packed, table, key_len),
+            slot_table=self._inputs.key_slots(packed, pool, key_len),
             key_len=key_len,
             **self._inputs.caches,
         )
         is_new = (own > 0) & (pool_rows >= 0)
         self._blocks.index_copy_(0, torch.where(is_new, pool_rows, len(self._blocks) - 1).long(), blocks)
-        return self.read(packed, rows)
 
     @torch.inference_mode()
     def read(self, packed: Packed, rows: torch.Tensor) -> torch.Tensor:

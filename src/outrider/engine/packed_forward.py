@@ -13,14 +13,16 @@ Shapes: R rows, N sessions, W mask words as in `outrider.kernels.pool.pack`; L r
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from outrider.engine.decoder import Decoder, DecoderInputs
+from outrider.engine.graph_memory import GraphMemory
 from outrider.engine.kv_memory import KvCaches
 from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.kernels.attention.slot_updates import gather_paths, gather_slot_rows, store_positions
+from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.pack import Packed
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
@@ -42,7 +44,7 @@ class Features:
 class ForwardPass(Protocol):
     """A model, as a step uses it; `PackedForward` is one."""
 
-    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+    def logits(self, packed: Packed, pool: Pool, rows: torch.Tensor, *, most: int) -> torch.Tensor:
         """See `PackedForward.logits`."""
         ...
 
@@ -92,27 +94,27 @@ class PackedForward:
         self.dtype = decoder.weights.embedding.dtype
         split_keys = max(_FIXED_SPLIT_KEYS, -(-row_len // _MOST_FIXED_SPLITS))
         self._split_keys = split_keys if fixed else None
-        # Of a rank that follows: no graph's memory is read once the next one runs, so all share it. What stands beside
-        # a graph is no part of that memory, but read and written by it.
+        # Of a rank that follows. What stands beside a graph is no part of their memory, but read and written by it.
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Packed, torch.Tensor]] = {}
-        self._graph_pool: Any = None
+        self._graph_memory: GraphMemory | None = None
         # Attention reads it within the step, so all buckets share it.
         self._slots = torch.full((sessions, row_len), -1, dtype=torch.int32, device=caches.positions.device)
         self._windowed = any(layer.window for layer in decoder.spec.layers)
 
     @torch.inference_mode()
     def logits(
-        self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int, count: int | None = None
+        self, packed: Packed, pool: Pool, rows: torch.Tensor, *, most: int, count: int | None = None
     ) -> torch.Tensor:
         """Store the rows' keys and values, and return the wanted logits [L, V] in the model's dtype.
 
         Args:
             packed: the step.
-            table: [S, row_len] int32, the pool's KV slots.
+            pool: whose step it is, not changed since `pack`.
             rows: [L] int64, rows of the step; with several ranks the first ones, in order.
             most: bound of the rows of one session.
             count: rows of the step without padding; where it is not known, padding takes part.
         """
+        table = pool.table
         if self._trims:
             count = int(packed.query_start[-1]) if count is None else count
             if not count:
@@ -175,12 +177,8 @@ class PackedForward:
         if shape.graph is None:
             run()
         else:
-            stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-            self._graph_pool = self._graph_pool or torch.cuda.graph_pool_handle()
-            options: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
-            with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=self._graph_pool, **options):
-                run()
-            self._graphs[shape.graph] = graph, packed, rows
+            self._graph_memory = self._graph_memory or GraphMemory(device)
+            self._graphs[shape.graph] = self._graph_memory.capture(run), packed, rows
 
     def _decode(
         self, packed: Packed, slots: torch.Tensor, rows: torch.Tensor, *, most: int, count: int | None

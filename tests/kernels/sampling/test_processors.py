@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,21 @@ def test_the_kernel_writes_the_same_bits(triton_device: torch.device, dtype: tor
             process_logits(theirs.logits, *theirs.state, theirs.logits)
             expected[mine.count :] = mine.logits[mine.count :]
             assert torch.equal(bits(expected), bits(theirs.logits))
+
+
+def test_processors_of_more_tokens_serve_a_model_of_the_first_ones(device: torch.device):
+    step = Step(1, device)
+    rows, packed, pool, processors = step.state
+    wide = NodeProcessors.allocate(sessions=SESSIONS, vocab_size=_VOCAB + 7, device=device)
+    first = replace(
+        processors,
+        counts=wide.counts[:, :_VOCAB].copy_(processors.counts),
+        additive=wide.additive[:, :_VOCAB].copy_(processors.additive),
+    )
+    expected, found = (torch.zeros(_LINES, _VOCAB, device=device) for _ in range(2))
+    process_logits(step.logits, *step.state, expected)
+    process_logits(step.logits, rows, packed, pool, first, found)
+    assert torch.equal(bits(expected), bits(found))
 
 
 def test_the_kernel_counts_the_same_tokens(triton_device: torch.device):

@@ -14,6 +14,7 @@ import torch
 
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.model_runner import ModelRunner
+from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.pack import Packed
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
@@ -24,14 +25,14 @@ class StepRows:
 
     Attributes:
         packed: as `pack` would have written them.
-        table: [rows, len] int32, the slots of all rows of the table.
+        pool: one whose rows have the slots of the table's.
         slot_table: [S, most keys] int32, those of the step's sessions.
         logit_rows: [R] int64, ascending.
         most: most rows of a session.
     """
 
     packed: Packed
-    table: torch.Tensor
+    pool: Pool
     slot_table: torch.Tensor
     logit_rows: torch.Tensor
     most: int
@@ -111,9 +112,10 @@ class StepBuilder:
         }  # fmt: skip
         for name, values in columns.items():
             getattr(packed, name).copy_(torch.from_numpy(np.array(values)))
-        whole = torch.from_numpy(table.copy()).to(self._device)
+        pool = Pool.allocate(sessions=len(table), max_len=table.shape[1], capacity=1, trail=1, device=self._device)
+        pool.table.copy_(torch.from_numpy(table))
         return StepRows(
-            packed=packed, table=whole, slot_table=whole[self._rows, : max(self._key_len)],
+            packed=packed, pool=pool, slot_table=pool.table[self._rows, : max(self._key_len)],
             logit_rows=torch.tensor(self._logit_rows, dtype=torch.int64, device=self._device), most=int(lens.max()),
         )  # fmt: skip
 
@@ -182,7 +184,7 @@ class Steps:
 
     def _run(self, step: StepRows, lines: int) -> torch.Tensor:
         first = torch.arange(lines, device=self.runner.device)
-        return self._forward.logits(step.packed, step.table, first, most=step.most)[step.logit_rows]
+        return self._forward.logits(step.packed, step.pool, first, most=step.most)[step.logit_rows]
 
 
 def _lines(step: StepRows) -> int:

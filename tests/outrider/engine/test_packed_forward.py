@@ -116,9 +116,7 @@ def test_logits_with_and_without_padding_are_those_of_a_fresh_forward(tmp_path: 
     for step in range(14):
         rows = drafting.select()
         places = torch.tensor([row for row, _ in rows], dtype=torch.int64)
-        found = [
-            forward.logits(drafting.packed, drafting.pool.table, places, most=BUCKET[2]).float() for forward in forwards
-        ]
+        found = [forward.logits(drafting.packed, drafting.pool, places, most=BUCKET[2]).float() for forward in forwards]
         for line, (_, context) in enumerate(rows):
             with torch.inference_mode():
                 expected = own(torch.tensor([context])).logits[0, -1]
@@ -128,11 +126,11 @@ def test_logits_with_and_without_padding_are_those_of_a_fresh_forward(tmp_path: 
         assert [logits.shape for logits in found] == [(len(rows), VOCAB)] * 2
         count = int(drafting.packed.query_start[-1])
         for forward, logits in zip(forwards, found, strict=True):
-            again = forward.logits(drafting.packed, drafting.pool.table, places, most=BUCKET[2], count=count).float()
+            again = forward.logits(drafting.packed, drafting.pool, places, most=BUCKET[2], count=count).float()
             torch.testing.assert_close(again, logits, atol=1e-5, rtol=1e-5)
         # A chunk of a prompt has no row whose logits are wanted.
         for forward in forwards:
-            assert forward.logits(drafting.packed, drafting.pool.table, places[:0], most=BUCKET[2]).shape == (0, VOCAB)
+            assert forward.logits(drafting.packed, drafting.pool, places[:0], most=BUCKET[2]).shape == (0, VOCAB)
         drafting.grow()
         if step % 3 == 2:
             drafting.commit()
@@ -156,7 +154,7 @@ def test_deterministic_passes_name_paths_and_splits(tmp_path: Path):
     assert drafting.pool.nodes is not None
     for step in range(14):
         drafting.select()
-        forward.logits(drafting.packed, drafting.pool.table, torch.tensor([0]), most=1)
+        forward.logits(drafting.packed, drafting.pool, torch.tensor([0]), most=1)
         batch, pool, packed = batches[-1], drafting.pool, drafting.packed
         # So many keys that no session has more than sixteen splits; rows enough for the largest tiles.
         assert (batch.split_keys, batch.max_query_len) == (1250, 64)

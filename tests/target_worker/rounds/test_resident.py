@@ -149,6 +149,17 @@ def test_tokens_are_those_of_plain_decoding(resident: Resident, reference_model,
         check_logprobs(results, wanted, spec.logprobs)
 
 
+def test_a_drafter_follows_the_processors_of_its_sessions(checkpoint: Path, reference_model):
+    """The target drafts for itself: it is always right if both change the logits alike."""
+    resident = Resident(checkpoint, checkpoint)
+    for name in ("penalties", "greedy", "penalties-coupled", "bias", "allowed"):
+        spec, driver = SPECS[name], Driver(resident.loop)
+        driver.open(1, spec, plain_decode(reference_model, PROMPT, spec).tokens, no_tree)
+        driver.run()
+        # Three of four of the 23 tokens behind the first round's.
+        assert accepted(driver, 1) == 17
+
+
 def test_short_requests_teach_the_pace_nothing_wrong(checkpoint: Path, draft_folder: Path, reference_model):
     resident, counts = Resident(checkpoint, draft_folder), list[float]()
     resident.drafter.pace = DraftSteps()
