@@ -124,7 +124,7 @@ def controller_of(address: str, name: str) -> Iterator[Any]:
 
 
 def ask(answer: Any, *, timeout_s: float | None = None) -> Any:
-    """What the controller answers; its errors as this process's own.
+    """Call the controller; its errors are raised here.
 
     Raises:
         typer.BadParameter: what was asked for is impossible.

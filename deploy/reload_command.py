@@ -76,7 +76,7 @@ def reload(
 
 
 def _told(outcome: dict[str, Any]) -> str:
-    """For people."""
+    """Format the outcome for people."""
     lines = [f"weights {outcome['version']} of {outcome['path']}"]
     if not outcome["changed"]:
         return f"the targets run with these already: {lines[0]}"

@@ -28,7 +28,7 @@ class Keeper:
         self.deployment = deployment
 
     async def bring_up(self) -> None:
-        """Starts the deployment or finds it; returns when every worker serves."""
+        """Start or find the deployment; return when every worker serves."""
         endpoints = await self.deployment.start()
         logger.info("the deployment serves at %s", endpoints)
 
@@ -39,7 +39,7 @@ class Keeper:
             raise WorkerUnavailable(f"the deployment is {state}")
 
     async def status(self) -> dict[str, Any]:
-        """As `outrider status --json` prints it.
+        """Return the data of `outrider status --json`.
 
         Raises:
             WorkerUnavailable: the deployment's controller does not answer.

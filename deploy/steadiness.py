@@ -1,4 +1,4 @@
-"""A count that follows advice quickly upwards and slowly downwards. Pure.
+"""Damping of the autoscaler's advice: quick upwards, slow downwards. Pure.
 
 Up to what was advised at every look of the last `up_s` at least; down, one at a time, where no look of the last
 `down_s` advised as many. A count that had to be raised again soon after it was lowered is lowered later the next time.

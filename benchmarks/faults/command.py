@@ -1,4 +1,4 @@
-"""What benchmarks/chaos.py does: the requests without faults, then under faults, then the comparison."""
+"""Command of benchmarks/chaos.py: the requests without faults, then under faults, then the comparison."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def console() -> Console:
-    """Of standard output; as wide as the table where it is no terminal."""
+    """Return a console on standard output; as wide as the table where it is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH)
 
 

@@ -255,7 +255,7 @@ def run_select(bench: PoolBench) -> Run:
 
 
 def run_pack(bench: PoolBench) -> Run:
-    """What the bench has selected."""
+    """Return a run that packs the bench's selection."""
     from outrider.kernels.pool.pack import pack
 
     return lambda: pack(bench.pool, bench.selection, bench.packed)

@@ -74,7 +74,7 @@ class BenchModel:
         return cls(shape, folder, DecoderSpec.of(config, folder))
 
     def source(self) -> FunctionSource:
-        """Of the weights; can be pickled."""
+        """Return the source of the weights, which can be pickled."""
         return FunctionSource(RandomWeights(tensor_shapes(self.spec)), f"random weights of the {self.name} shape")
 
     def read_bytes(self, dtype: torch.dtype, ranks: int) -> int:

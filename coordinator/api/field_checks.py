@@ -1,4 +1,4 @@
-"""What the checks of a request's fields share: wrong ones are collected, and named all at once."""
+"""Common checks of request fields; violations are collected and reported together."""
 
 import itertools
 import math
@@ -87,7 +87,7 @@ class FieldChecks:
         return tuple(dict.fromkeys(token_ids))
 
     def is_too_long(self, field: str, entries: Sized, what: str) -> bool:
-        """Whether a list over the vocabulary has more entries than that."""
+        """Return True, and note a violation, if a list over the vocabulary has more entries than that."""
         most = self.model.vocab_size
         if len(entries) > most:
             self.wrong(field, f"{len(entries)} {what} given, at most {most} allowed: the vocabulary has no more")
@@ -107,7 +107,7 @@ class FieldChecks:
         self.wrong_entries(field, wrong, "token ids outside the vocabulary")
 
     def wrong_entries(self, field: str, wrong: Sequence[tuple[str, str]], what: str) -> None:
-        """Of many wrong entries (path, description) the first are named, and the others counted."""
+        """Report the first of many wrong entries (path, description) and the number of the rest."""
         for path, description in wrong[:_NAMED_ENTRIES]:
             self.wrong(path, description)
         if len(wrong) > _NAMED_ENTRIES:
@@ -115,7 +115,7 @@ class FieldChecks:
 
 
 def unknown_fields(request: Message) -> list[tuple[str, str]]:
-    """Where a request holds fields that this protocol does not have: (field, what to change).
+    """Return fields unknown to this protocol, as (field, fix).
 
     A misspelt one would otherwise be left out in silence.
     """

@@ -226,7 +226,7 @@ def statistics(result: GenerationOutput) -> str:
 
 
 def result_dict(result: GenerationOutput) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the JSON object of `generate --json`."""
     timings = result.timings
     return {
         "request_id": result.request_id,
@@ -255,7 +255,7 @@ def _fields(message: Message, *names: str) -> dict[str, Any]:
 
 
 def server_status(endpoint: str, *, json_output: bool, calibration: bool, **options: Any) -> None:
-    """What `status` shows of one server, its workers and its totals.
+    """Print the status of one server, its workers and its totals.
 
     Args:
         calibration: how the drafts' acceptance estimates came true instead.
@@ -277,7 +277,7 @@ def server_status(endpoint: str, *, json_output: bool, calibration: bool, **opti
 
 
 def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
-    """What `status --json` prints."""
+    """Return the JSON object of `status --json`."""
     names = (
         "address", "version", "uptime_s", "running_sessions", "waiting_requests", "requests_total",
         "emitted_tokens_total", "steps_total", "dropped_nodes_total",
@@ -318,7 +318,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
 
 
 def _source_words(introduction: registry_pb2.WorkerIntroduction) -> list[str]:
-    """By what a worker grows trees."""
+    """Return the names of a worker's sources."""
     is_draft = introduction.role == registry_pb2.WORKER_ROLE_DRAFT
     sources = sources_from_proto(introduction.sources, default=(GrowthSource.MODEL,) if is_draft else ())
     return [source.word for source in sorted(sources)]

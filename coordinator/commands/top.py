@@ -61,7 +61,7 @@ async def watch(
     once: bool = False,
     **options: Any,
 ) -> None:
-    """Looks and shows until q, Ctrl-C or SIGTERM.
+    """Look and show until q, Ctrl-C or SIGTERM.
 
     Args:
         once: end after the first frame, which takes two looks.

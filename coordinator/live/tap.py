@@ -1,4 +1,4 @@
-"""What happens to one session's token tree, told to those who watch it: a line of JSON an event.
+"""Events of one session's token tree for its viewers, as JSON lines.
 
     growth has come ──> grow      the target has chosen ──> verdict      client told ──> deliver
 
@@ -245,7 +245,7 @@ class SessionTap:
 
 
 def watch(session: "Session", piece: Callable[[int], bytes], *, max_lines: int = MAX_LINES) -> Watcher:
-    """Begins to watch a session; `close` the watcher in the end."""
+    """Begin to watch a session; `close` the watcher in the end."""
     tap = session.tap
     if tap is None:
         # pyright resolves the package's link: to it this file's class and the one imported by name are two.
@@ -259,7 +259,7 @@ def pieces(tokenizer: TextTokenizer | None) -> Callable[[int], bytes]:
 
 
 def record(generations: Generations, checked: GenerationRequest, caller: Caller) -> Watcher | None:
-    """Watches a request's first choice from its beginning, just after its start; None where it has ended at once."""
+    """Watch a request's first choice from its beginning, just after its start; return None if it has ended at once."""
     session = generations.live[caller.name, checked.request_id].sessions[0]
     if session.is_finished:
         return None

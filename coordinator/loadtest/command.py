@@ -103,7 +103,7 @@ def run(config: LoadtestConfig, access: Access, *, console: Console) -> list[Run
 
 
 def keep(config: LoadtestConfig, runs: Sequence[Run]) -> None:
-    """Writes the figures so far, where a file of them is asked for: they outlive a later run that fails."""
+    """Write the figures so far, if a file of them is asked for: they outlive a later run that fails."""
     if config.output_json is not None:
         report_json.write(config.output_json, runs, is_detailed=config.save_detailed)
 

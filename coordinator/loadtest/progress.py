@@ -60,7 +60,7 @@ def totals(counters: Sequence[MutableSequence[int]]) -> list[int]:
 
 
 def describe(now: Sequence[int], before: Sequence[int]) -> str:
-    """What is under way, and what has come since the last look."""
+    """Return a line on running requests and on those that ended since the last one."""
     tokens_per_s = (now[TOKENS] - before[TOKENS]) / _INTERVAL_S
     parts = [f"{now[BEGUN] - now[ENDED]} under way", f"{tokens_per_s:,.0f} tokens/s of those that ended"]
     if now[FIRST_TOKENS]:

@@ -1,4 +1,4 @@
-"""Which sessions run where: requests in and out, their places at targets and drafts, and what to do when one is lost.
+"""Scheduling of sessions: admission, places at targets and drafts, recovery from lost workers.
 
 What passes between the workers of a session is in `relay.py`, drafts are in `drafts.py`.
 """
@@ -47,7 +47,7 @@ _NO_ROOM_PAUSE_S = 0.05
 
 
 class WeightsGate:
-    """Which weights a request's tokens are chosen with, and who waits while they are changed.
+    """Gate between requests and weights: versions in use, and requests that wait for a reload.
 
     A request is of the weights that the service runs with when it is placed at a target; from then on, wherever it goes
     on, it has to find the same. While the gate is held nothing is placed but what has begun: a request whose other
@@ -105,7 +105,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------- requests in and out
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> Generation:
-        """Starts a request; `text_streams` has one entry a choice.
+        """Start a request; `text_streams` has one entry a choice.
 
         Raises:
             Overloaded: the queue is full, or the wait too long.
@@ -159,7 +159,7 @@ class Scheduler:
             self._admission.check(choices, occupancy)
 
     def admit(self) -> None:
-        """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
+        """Place waiting sessions at targets that know how they begin or have least to do, and at drafts."""
         replaced: list[Session] = []
         while self._waiting and self.running_sessions < self._config.max_running_sessions:
             targets = [target for target in self._targets.values() if target.room]
@@ -226,7 +226,7 @@ class Scheduler:
             self._release_session(session)
 
     def _release_session(self, session: Session) -> None:
-        """Frees what a session holds, here and at the workers."""
+        """Free what a session holds, here and at the workers."""
         if self._sessions.pop(session.session_id, None) is None:
             return
         if not isinstance(session.generation.error, WorkerUnavailable | PoisonRequest):
@@ -263,7 +263,7 @@ class Scheduler:
                 self._open_anew(session, fault.message)
 
     def _open_anew(self, session: Session, reason: str) -> None:
-        """It is opened anew, unless that has not helped before."""
+        """Reopen a session, unless reopening has failed before."""
         session.reopenings += 1
         if session.reopenings > _MAX_REOPENINGS:
             message = f"the target worker cannot serve this request: {reason}"
@@ -346,7 +346,7 @@ class Scheduler:
                 self._waiting.put_first(session)
 
     def _doubt(self, session: Session) -> None:
-        """It crashed two targets, as it seems: it is refused unless one of these turns out to be alive."""
+        """Refuse a request suspected of two crashes, unless one of the targets turns out to be alive."""
 
         def decide() -> None:
             if self._suspects.condemns(session):
@@ -408,12 +408,12 @@ class Scheduler:
             self._end_all(WorkerUnavailable("the last target worker is gone; the tokens delivered stay valid"))
 
     def _end_all(self, error: OutriderError) -> None:
-        """Ends every request."""
+        """End every request."""
         self._waiting.clear()
         self.end(list(self._sessions.values()), error)
 
     def end(self, sessions: Sequence[Session], error: OutriderError) -> None:
-        """Ends requests. Nobody takes over what each frees: looking for takers every time would cost their square."""
+        """End requests. Nobody takes over what each frees: looking for takers every time would cost their square."""
         outer, self._places_nobody = self._places_nobody, True
         try:
             for session in sessions:
@@ -425,7 +425,7 @@ class Scheduler:
 
     @property
     def sessions(self) -> Collection[Session]:
-        """Those that run or wait, oldest first."""
+        """Running and waiting sessions, oldest first."""
         return self._sessions.values()
 
     @property
@@ -440,7 +440,7 @@ class Scheduler:
 
     @property
     def has_target(self) -> bool:
-        """Whether a request can be served."""
+        """True if a request can be served."""
         return any(not target.is_draining for target in self._targets.values())
 
     def drain(self) -> None:
@@ -448,7 +448,7 @@ class Scheduler:
         self._is_draining = True
 
     def stop(self, error: OutriderError) -> None:
-        """Ends all requests with `error`."""
+        """End all requests with `error`."""
         self.drain()
         if self._target_deadline is not None:
             self._target_deadline.cancel()

@@ -75,7 +75,7 @@ class Drafts:
             self._take_from(peer, [self._sessions[session_id] for session_id in peer.sessions])
 
     def drain(self, worker_id: str) -> bool:
-        """Whether this is a draft; if so it loses its sessions, and gets no new ones."""
+        """Drain a draft worker and return True; return False for any other worker."""
         peer = self.peers.get(worker_id)
         if peer is None:
             return False
@@ -101,7 +101,7 @@ class Drafts:
     # ------------------------------------------------------------------------------------------------------- sessions
 
     def assign(self, session: Session) -> None:
-        """Gives a session the drafts that it lacks, as far as there is room."""
+        """Give a session the drafts that it lacks, as far as there is room."""
         self._assign(session, self._kinds())
 
     def assign_all(self) -> None:
@@ -109,7 +109,7 @@ class Drafts:
         self._assign_all(session for target in self._targets.values() for session in target.sessions.values())
 
     def _assign_all(self, sessions: Iterable[Session]) -> None:
-        """Those without any draft come first."""
+        """Assign drafts to all sessions, those without any first."""
         kinds = self._kinds()
         for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
             self._assign(session, kinds)
@@ -179,7 +179,7 @@ class Drafts:
 
     @staticmethod
     def _sources(session: Session) -> frozenset[GrowthSource]:
-        """Those of drafts that have something to say to it."""
+        """Return the draft workers' sources that may grow a session's tree."""
         return session.request.sources & (_CHAIN_SOURCES if session.is_chain else _DRAFT_SOURCES)
 
     @staticmethod
@@ -215,7 +215,7 @@ class Drafts:
         return None
 
     def let_go(self, session: Session) -> bool:
-        """Takes a session's places away, and closes it at its drafts; whether it had one."""
+        """Take a session's places away and close it at its drafts; return whether it had a place."""
         for worker_id, epoch in session.draft_epochs.items():
             peer = self.peers[worker_id]
             peer.sessions.discard(session.session_id)

@@ -1,4 +1,4 @@
-"""Which of a worker's places this coordinator may use, where several coordinators share it.
+"""A coordinator's share of a worker's session slots where several coordinators use it.
 
 A worker takes so many sessions, whosever they are, and refuses more. Of P places at a worker that N coordinators use,
 each may count on its share, P / N. Beyond it a coordinator borrows what nobody uses:
@@ -19,7 +19,7 @@ from outrider.v1 import common_pb2, registry_pb2
 
 
 def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
-    """How many sessions this coordinator may have at a worker.
+    """Return how many sessions this coordinator may have at a worker.
 
     Args:
         most: that the worker takes.

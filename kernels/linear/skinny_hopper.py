@@ -57,7 +57,7 @@ __all__ = ["HAS_GLUON", "TensorDescriptor", "block_layout", "skinny_linear_hoppe
 
 
 def block_layout() -> Any:
-    """How a block of 16-bit numbers, 64 of K wide, lies in shared memory."""
+    """Return the shared-memory layout of a block of 16-bit numbers, 64 of K wide."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 

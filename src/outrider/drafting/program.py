@@ -77,7 +77,7 @@ class Bucket:
 
     @property
     def lines(self) -> int:
-        """L."""
+        """L, the lines of the bucket: rows at which children are ranked."""
         return min(self.rows, self.entries + self.sessions)
 
 

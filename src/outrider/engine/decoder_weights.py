@@ -187,12 +187,12 @@ def weight_bytes(spec: DecoderSpec, dtype: torch.dtype, *, world_size: int = 1, 
 
 
 def layer_prefix(index: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """Return the prefix of a layer's tensor names."""
     return f"model.layers.{index}."
 
 
 def check_world_size(spec: DecoderSpec, world_size: int) -> None:
-    """Raises CheckpointError unless heads and feed-forward channels divide into `world_size` equal parts."""
+    """Raise CheckpointError unless heads and feed-forward channels divide into `world_size` equal parts."""
     fits = [n for n in range(1, spec.kv_heads + 1) if spec.kv_heads % n == 0 and spec.intermediate_size % n == 0]
     if world_size not in fits:
         raise CheckpointError(

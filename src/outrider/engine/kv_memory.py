@@ -1,4 +1,4 @@
-"""How much KV fits a device, and the caches that hold it."""
+"""KV caches, and how many slots fit a device."""
 
 import math
 import mmap
@@ -92,7 +92,7 @@ def step_bytes(config: EngineConfig, spec: DecoderSpec, *, features: int = 0) ->
 def fitting_slots(
     config: EngineConfig, *, bytes_per_slot: int, most: int, device: torch.device, bytes_beside: int
 ) -> int:
-    """How many slots there will be: those configured, else what memory holds.
+    """Return the number of KV slots: as configured, else as many as fit into memory.
 
     Args:
         most: more are of no use.

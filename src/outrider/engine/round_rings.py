@@ -224,7 +224,7 @@ class Report:
 
 
 class Rounds:
-    """When to launch rounds, and what the launched ones have written. For the one thread that launches.
+    """Schedule of launched rounds and reader of their outputs. For the launching thread only.
 
     while serving:
         while (event := rounds.poll()) is not None:

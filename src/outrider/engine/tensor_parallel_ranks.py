@@ -25,7 +25,7 @@ class Setup:
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Where a rank runs: the GPU of its number among those that this process sees, or the CPU."""
+    """Return the rank's device: the visible GPU of its number, or the CPU."""
     return torch.device("cuda", rank) if config.device == "cuda" else torch.device(config.device)
 
 
@@ -43,11 +43,11 @@ class Ranks:
         return value
 
     def connect(self, options: SumOptions) -> Collectives:
-        """Joins the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
+        """Join the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
         raise AssertionError("one rank has no others")
 
     def lead(self, name: str, payload: object = None) -> None:
-        """Sends a command to all followers, which they run after the ones before; nothing on a follower."""
+        """Send a command to all followers, which they run after the ones before; nothing on a follower."""
 
     def broadcast(self, words: torch.Tensor) -> None:
         """See `Collectives.broadcast`; all must call it, with words of equal size."""
@@ -63,6 +63,6 @@ class Ranks:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Ends the followers and leaves the group."""
+        """End the followers and leave the group."""
         if self._collectives is not None:
             self._collectives.close()

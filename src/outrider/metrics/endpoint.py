@@ -76,7 +76,7 @@ class MetricsEndpoint:
         logger.info("metrics on http%s://%s/metrics", "s" if tls else "", self.address)
 
     async def close(self) -> None:
-        """Ends the server and its thread."""
+        """End the server and its thread."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

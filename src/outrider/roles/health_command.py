@@ -39,7 +39,7 @@ def health(
 
 
 async def check_health(address: str, *, tls: TlsConfig | None, role: Role | None, timeout_s: float) -> None:
-    """Asks once.
+    """Ask the health service at an address once.
 
     Args:
         address: host:port; with TLS, a door that takes certificates of this role.
