@@ -80,7 +80,11 @@ class Deployment:
         return ",".join(self.shared_endpoints or self.endpoints)
 
     async def start(self) -> list[str]:
-        """Start the deployment; return the coordinators' addresses once every worker serves through each."""
+        """Start the deployment; return the coordinators' addresses once every worker serves through each.
+
+        Raises:
+            WorkerUnavailable: it could not be started; what was begun has ended.
+        """
         try:
             # In threads, as all that may take Ray long: this process has to hear when it is told to stop.
             with sigterm_kept():

@@ -129,7 +129,7 @@ class Controller:
         return self._crew.events.since(seen)
 
     async def scale(self, counts: Mapping[str, int]) -> None:
-        """Set the number of workers of each role; returns when surplus ones have gone (new ones may still load).
+        """Set the number of workers of each role; return when surplus ones have gone (new ones may still load).
 
         Raises:
             ValueError: a count out of range, or an unknown role.

@@ -33,7 +33,7 @@ class Keeper:
         logger.info("the deployment serves at %s", endpoints)
 
     async def check_health(self) -> None:
-        """Called by Serve; raises WorkerUnavailable where the deployment is not there, or does not serve."""
+        """Raise WorkerUnavailable if the deployment does not serve, or is not there; Ray Serve calls it."""
         state = (await self.status()).get("state")
         if state != "serving":
             raise WorkerUnavailable(f"the deployment is {state}")

@@ -83,7 +83,7 @@ class Run:
 
 
 def main(given: Sequence[str]) -> int:
-    """Table on standard error, JSON on standard output; returns the exit code."""
+    """Print a table on standard error and JSON on standard output; return the exit code."""
     arguments = parse(given)
     console = Console(file=sys.stderr, width=180, highlight=False)
     run = Run(given=given, arguments=arguments, began_s=time.monotonic())

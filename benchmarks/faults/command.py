@@ -63,7 +63,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
 
 
 def main(given: Sequence[str]) -> int:
-    """Table on standard output, progress on standard error; returns the exit code."""
+    """Print a table on standard output and progress on standard error; return the exit code."""
     arguments = parse(given)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             Path | None, typer.Option(help="The output is of the grammar (Lark or GBNF) in this file.")
         ] = None,
         compact_json: Annotated[
-            bool, typer.Option("--compact-json", help="Of JSON: no white space outside strings.")
+            bool, typer.Option("--compact-json", help="No white space outside strings in JSON output.")
         ] = False,
         speculation: Annotated[Literal["async", "sync", "off"], typer.Option(help="How drafts are used.")] = "async",
         sources: Annotated[
@@ -103,16 +103,16 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             typer.Option(help="How drafts are judged above temperature 0; synthetic is for benchmarks."),
         ] = "coupled",
         threshold_single: Annotated[
-            float | None, typer.Option(help="Of target_only: accept what is this likely; lossy below 1.")
+            float | None, typer.Option(help="target_only: accept tokens at least this likely; lossy below 1.")
         ] = None,
         threshold_acc: Annotated[
-            float | None, typer.Option(help="Of target_only: divides cumulative probabilities; lossy below 1.")
+            float | None, typer.Option(help="target_only: divisor of cumulative probabilities; lossy below 1.")
         ] = None,
         synthetic_rates: Annotated[
             list[float] | None,
             typer.Option(
                 "--synthetic-rate",
-                help="Of synthetic: share of draft tokens accepted; again for the next depth, the last for the rest.",
+                help="synthetic: share of draft tokens accepted; repeatable, one a depth, the last for the rest.",
             ),
         ] = None,
         timeout_s: Annotated[

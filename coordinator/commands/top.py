@@ -37,7 +37,7 @@ def top(
     *,
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Of a coordinator; may be repeated."),
+        typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Coordinator address; repeatable."),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, out of two looks, and end.")] = False,

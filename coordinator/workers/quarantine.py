@@ -39,7 +39,7 @@ class Quarantine:
         self._records: dict[str, _Record] = {}
 
     def note_loss(self, identity: str) -> float:
-        """A worker was lost; returns how long it is to be left alone."""
+        """Note the loss of a worker; return how long it is quarantined, in seconds."""
         now_s = clock.now_ns() / 1e9
         record = self._records.pop(identity, None)
         if record is None or now_s > max(record.losses[-1], record.until_s) + self._window_s:

@@ -53,7 +53,7 @@ class SharedPlaces:
         self.is_shared = self.has_others = False
 
     def hear(self, load: common_pb2.WorkerLoad, own: int) -> bool:
-        """A heartbeat has come, with `own` sessions there; returns whether there are more places than before."""
+        """Note a heartbeat, with `own` sessions there; return whether there are more places than before."""
         before = self.limits.max_sessions
         self.is_shared = load.coordinators > 1
         self._share = self._most // max(1, load.coordinators)

@@ -111,7 +111,11 @@ class LocalService:
             raise
 
     def start_worker(self, name: str) -> None:
-        """Start or restart "target-N" or "draft-N"; `wait_for_workers` tells when it serves."""
+        """Start or restart "target-N" or "draft-N"; `wait_for_workers` tells when it serves.
+
+        Raises:
+            ValueError: another name, or a worker that is still running.
+        """
         role = name.partition("-")[0]
         if role not in self._counts:
             raise ValueError(f"{name!r} given, target-N or draft-N needed")

@@ -128,7 +128,7 @@ def read_sampling(fields: Fields) -> tuple[generation_pb2.SamplingParams, Mappin
 
 
 def read_length(fields: Fields, params: generation_pb2.SamplingParams, *names: str, low: int = 1) -> str:
-    """The most tokens of output, at least `low`, by the first of these names that is given; returns that name."""
+    """Set the most tokens of output, at least `low`, by the first of these names that is given; return that name."""
     given = [name for name in names if name in fields]
     for name in names:
         value = fields.whole(name, low=low, high=(1 << 32) - 1)

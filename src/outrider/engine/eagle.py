@@ -121,7 +121,15 @@ class EagleHead:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> None:
-        """Store the rows' keys and values, as `forward` does, and compute nothing more."""
+        """Store the rows' keys and values, as `forward` does, and compute nothing more.
+
+        Args:
+            hidden: [T, N] of `fuse`; not changed.
+            token_ids: [T] int32 or int64, the token after each row.
+            positions: [T] int32 of the rows.
+            write_slots: [T] int64; a row whose slot is out of range stores nothing.
+            key_cache, value_cache: [num_slots, Hkv, D], written.
+        """
         self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
 
     @torch.inference_mode()

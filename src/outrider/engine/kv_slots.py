@@ -72,7 +72,11 @@ class SlotTable:
         return self._borrowed[row]
 
     def extend(self, row: int, count: int) -> None:
-        """Append `count` fresh slots to the row; OutOfSlots, and no change, where the pool or the row has no room."""
+        """Append `count` fresh slots to the row.
+
+        Raises:
+            OutOfSlots: the pool or the row has no room; nothing has changed.
+        """
         length = self._lengths[row]
         if count > self.free:
             raise OutOfSlots(f"{count} slots asked for, {self.free} of {self.num_slots} free")

@@ -20,7 +20,15 @@ class StepCounts:
     forward: Histogram = field(default_factory=step_seconds)
 
     def note(self, step_ns: int, forward_ns: int, *, rows: int, sessions: int, is_prefill: bool = False) -> None:
-        """Count one step."""
+        """Count one step.
+
+        Args:
+            step_ns: time of the whole step, in nanoseconds.
+            forward_ns: the part of it that the model's forward pass took.
+            rows: of the forward pass: nodes, roots and prefill tokens.
+            sessions: that took part.
+            is_prefill: whether the step was of a prompt alone.
+        """
         self.verify_steps += not is_prefill
         self.prefill_steps += is_prefill
         self.rows += rows
