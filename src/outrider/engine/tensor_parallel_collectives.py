@@ -143,7 +143,7 @@ def _aligned(size: int) -> int:
 
 
 def _mailbox(layout: MailboxLayout, meeting: Meeting, store: Store, device: torch.device) -> Mailbox | None:
-    """This rank's mailbox, or None on all ranks where one of them cannot reach another's memory."""
+    """Return this rank's mailbox, or None on all ranks if one of them cannot reach another's memory."""
     memory = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
     mailbox = None

@@ -147,6 +147,6 @@ def _start(arguments: list[str], *, environment: dict[str, str], stderr: int, fo
 
 
 def child_environment() -> dict[str, str]:
-    """This process's variables; children find this package even where it is found through sys.path alone."""
+    """Return this process's variables; children find this package even where it is found through sys.path alone."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
