@@ -120,7 +120,7 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- what it does
 
     async def keep(self, seen: int) -> tuple[int, list[str]]:
-        """Called every second by a process that the deployment belongs to, which has seen the first `seen` events.
+        """Renew the lease of the owning process, which calls this every second and has seen the first `seen` events.
 
         Returns:
             How many it has seen then, and those that are new to it.

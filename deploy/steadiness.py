@@ -24,11 +24,11 @@ class Steadiness:
         self._raised_s = self._lowered_s = -float("inf")
 
     def forget(self) -> None:
-        """Nothing was advised: signals were lost."""
+        """Forget earlier advice: signals were lost."""
         self._advised.clear()
 
     def count(self, advised: int, now: int, now_s: float) -> int:
-        """The count to have."""
+        """Return the count to have."""
         held = self._advised
         held.append((now_s, advised))
         while now_s - held[0][0] > self._wait_s + _SLACK_S:
@@ -43,7 +43,7 @@ class Steadiness:
         return now
 
     def note_change(self, change: int, now_s: float) -> None:
-        """The count has changed by so many."""
+        """Note by how many the count has changed."""
         if change < 0:
             if now_s - self._raised_s > 2 * self._wait_s:
                 self._wait_s = self._down_s

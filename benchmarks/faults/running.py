@@ -106,7 +106,7 @@ class FaultRun:
         )
 
     async def _disturb(self, fault: PlannedFault) -> bool:
-        """From its beginning to its end; whether there was anything to hurt."""
+        """Carry out a fault from its beginning to its end; return whether there was anything to hurt."""
         cluster, role = self._cluster, self._cluster.roles[fault.role]
         if fault.kind in ENDS_PROCESS:
             await cluster.kill(role.name)

@@ -146,7 +146,7 @@ class TinyService:
         return sum(worker.state == "serving" for worker in self.coordinator.info().workers)
 
     def check_alive(self) -> None:
-        """That no role has ended.
+        """Check that no role has ended.
 
         Raises:
             RuntimeError: one has.
@@ -177,7 +177,7 @@ class TinyService:
         )
 
     async def quiet(self, wanted: Gauges) -> Gauges:
-        """The gauges once they are no more than these, or what they still are after a long wait."""
+        """Return the gauges once they are no more than these, or as they are after a long wait."""
         for _ in range(round(_QUIET_S / _POLL_S)):
             now = self.gauges()
             if not exceeded(now, wanted):

@@ -125,7 +125,7 @@ class PoolBench:
 
 
 def _grown_pool(sessions: int, drafts: bool, entries: int) -> Any:
-    """On a CPU: in each row a random tree some twelve deep; in a drafter's pool the older half of it has KV."""
+    """Return a pool on a CPU: in each row a random tree some twelve deep; in a drafter's the older half has KV."""
     from outrider.kernels.pool.columns import Pool, RowState
     from outrider.kernels.pool.graft import graft_reference
     from outrider.kernels.pool.records import Records

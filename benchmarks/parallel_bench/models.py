@@ -30,7 +30,7 @@ class RandomWeights:
     shapes: dict[str, tuple[int, ...]]
 
     def __call__(self, name: str) -> torch.Tensor:
-        """On the process's current GPU."""
+        """Return random weights on the process's current GPU."""
         return random_weight(name, self.shapes[name], torch.device("cuda", torch.cuda.current_device()))
 
 

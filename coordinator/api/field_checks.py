@@ -54,7 +54,7 @@ class FieldChecks:
         self.violations: list[FieldViolation] = []
 
     def wrong(self, field: str, description: str, *, code: str = "") -> None:
-        """A field is wrong, and what to change."""
+        """Note that a field is wrong, and what to change."""
         self.violations.append(FieldViolation(field, description, code))
 
     def number(self, name: str, default: float, needed: str, fits: Callable[[float], bool]) -> float:

@@ -101,7 +101,7 @@ async def _look(client: AsyncClient) -> Look:
 
 @contextlib.contextmanager
 def _end_of_watching() -> Iterator[asyncio.Event]:
-    """Set by q, by Ctrl-C and by SIGTERM; the terminal is as it was afterwards."""
+    """Yield an event that q, Ctrl-C and SIGTERM set; restore the terminal afterwards."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)

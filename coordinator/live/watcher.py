@@ -76,6 +76,6 @@ class Watcher:
         return self.take()
 
     def close(self) -> None:
-        """The reader goes; harmless when it has gone."""
+        """Release the reader; harmless when it has gone."""
         self._lines.clear()
         self._release(self)

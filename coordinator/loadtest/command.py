@@ -92,7 +92,7 @@ _MORE = [
 
 
 def run(config: LoadtestConfig, access: Access, *, console: Console) -> list[Run]:
-    """All runs, with a progress bar.
+    """Run all points of the load test, with a progress bar.
 
     Raises:
         LoadtestFailed: the service is not there.

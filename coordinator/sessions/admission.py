@@ -66,13 +66,13 @@ class Admission:
         self._last_return_ns = 0
 
     def note_start(self, session_id: int) -> None:
-        """A choice has been given a place."""
+        """Note that a choice has been given a place."""
         self._forget(session_id)
         now_ns = self._started_ns[session_id] = clock.now_ns()
         self._sum_started_ns += now_ns
 
     def note_end(self, session_id: int) -> None:
-        """A choice has left, with its place if it had one."""
+        """Note that a choice has left, with its place if it had one."""
         started_ns = self._forget(session_id)
         if started_ns is None:
             return

@@ -95,7 +95,7 @@ class Generation:
         return bool(self.times.admitted_ns or (self.weights and self.request.received))
 
     def note_round(self) -> None:
-        """A round has given a choice tokens, which the reader has not got yet."""
+        """Note that a round has given a choice tokens, which the reader has not got yet."""
         self._unread_rounds += 1
         if self._unread_rounds >= self._max_unread_rounds:
             self.is_stalled = True

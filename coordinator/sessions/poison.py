@@ -64,7 +64,7 @@ class Suspects:
         self._records: dict[_Key, _Record] = {}
 
     def note_loss(self, worker_id: str, sessions: Sequence[Session], kind: LossKind) -> None:
-        """A target was lost that was verifying these sessions."""
+        """Note the loss of a target that was verifying these sessions."""
         if kind is LossKind.SILENT:
             return
         for session in sessions:
@@ -83,7 +83,7 @@ class Suspects:
                 record.strikes.remove(worker_id)
 
     def note_result(self, session: Session) -> None:
-        """A suspect was verified alone, and nothing happened."""
+        """Note that a suspect was verified alone, and nothing happened."""
         session.probation -= 1
         if session.probation == 0:
             self.forget(session)

@@ -202,12 +202,12 @@ class Scheduler:
         self.drafts.ask_all_again(session)
 
     def finish_session(self, session: Session) -> None:
-        """The session has emitted its last token."""
+        """Finish a session that has emitted its last token."""
         self._release_session(session)
         session.generation.finish_if_done()
 
     def note_progress(self, sessions: Sequence[Session]) -> None:
-        """These sessions have emitted tokens: what went wrong before is no reason to give them up."""
+        """Note that sessions have emitted tokens: earlier faults are no reason to give them up."""
         for session in sessions:
             session.reopenings, session.without_room_since_ns = 0, None
             if session.probation:
@@ -249,7 +249,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------------------- faults
 
     def take_fault(self, session: Session, fault: SessionFault) -> None:
-        """The target has lost or refused a session; what went wrong is forgotten once it has emitted tokens again."""
+        """Handle a session that a target has lost or refused; its faults are forgotten once it emits tokens again."""
         if (target := self._targets.get(session.target_id or "")) is not None:
             target.lose(session)
         match fault.kind:
@@ -274,7 +274,7 @@ class Scheduler:
         self._open(session)
 
     def _wait_for_room(self, session: Session, reason: str) -> None:
-        """The target is full with others' sessions: this one rests for a moment, then asks again, or asks another."""
+        """Let a session rest while its target is full with others' sessions, then ask this or another target again."""
         targets = self._targets.values()
         others = any(
             target.places.has_others or any(held is not session for held in target.sessions.values())
@@ -306,7 +306,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- workers
 
     def add_target(self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits) -> None:
-        """A target worker is ready."""
+        """Add a target worker that is ready."""
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
@@ -314,7 +314,7 @@ class Scheduler:
         self.admit()
 
     def remove_target(self, worker_id: str, reason: str, *, kind: LossKind = LossKind.BROKEN) -> None:
-        """A target worker is gone: its sessions go on elsewhere, or end when there is no other."""
+        """Remove a lost target worker: its sessions go on elsewhere, or end when there is no other."""
         target = self._targets.pop(worker_id, None)
         if target is None:
             return
@@ -378,7 +378,7 @@ class Scheduler:
             on_empty()
 
     def _note_left(self, target: TargetPeer) -> None:
-        """A session has left a target, which may be empty now."""
+        """Note that a session has left a target, which may be empty now."""
         if not target.sessions and (on_empty := self._drains.pop(target.worker_id, None)) is not None:
             on_empty()
 
@@ -397,7 +397,7 @@ class Scheduler:
             self.drafts.hear(worker_id, load)
 
     def _expect_target(self) -> None:
-        """While there is no target: requests wait as long as is configured for a new one, then end."""
+        """Let requests wait for a new target as long as is configured, while there is none; then end them."""
         if not self._targets and self._waiting and self._target_deadline is None:
             loop = asyncio.get_running_loop()
             self._target_deadline = loop.call_later(self._config.target_wait_s, self._give_up_on_targets)
@@ -444,7 +444,7 @@ class Scheduler:
         return any(not target.is_draining for target in self._targets.values())
 
     def drain(self) -> None:
-        """From now on new requests are refused; those that run go on."""
+        """Refuse new requests from now on; running ones go on."""
         self._is_draining = True
 
     def stop(self, error: OutriderError) -> None:

@@ -56,7 +56,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "TextTokenizer":
-        """That of a checkpoint folder.
+        """Load the tokenizer of a checkpoint folder.
 
         Raises:
             CheckpointError: tokenizer.json is missing or broken.

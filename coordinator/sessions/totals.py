@@ -182,12 +182,12 @@ class Totals:
                 self.bare_undrafted += not session.draft_epochs
 
     def note_refusal(self, error: OutriderError) -> None:
-        """A request was refused before it began; for every door to call."""
+        """Count a request that was refused before it began; every API calls it."""
         reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
         self.refused[reason] += 1
 
     def note_end(self, generation: "Generation") -> None:
-        """A request has ended, in whatever way."""
+        """Count a request that has ended, however it did."""
         times, error = generation.times, generation.error
         for session in generation.sessions:
             if session.result is not None:

@@ -92,7 +92,7 @@ class Reloads:
         return report.error and f"it has old weights, and cannot load {wanted.version} of {wanted.path}: {report.error}"
 
     def follow(self, worker: RegisteredWorker) -> None:
-        """A target that serves runs with other weights than before: somebody else has ordered it, without this one."""
+        """Adopt a target's weights if another coordinator has reloaded them; lose the target if they are older."""
         own, running = worker.weights, self.running
         if self._is_active or not worker.has_weights or own.version == running.version:
             return
@@ -102,7 +102,7 @@ class Reloads:
             worker.lose(f"it runs with weights {own.version} now, the service with {running.version}")
 
     def _adopt(self, weights: common_pb2.Weights) -> None:
-        """From now on these are the service's: who serves with others starts over."""
+        """Make these weights the service's: targets that serve with others start over."""
         logger.info("the service runs with weights %s of %s", weights.version, weights.path)
         self._model.weights.CopyFrom(weights)
         gate = self._scheduler.weights

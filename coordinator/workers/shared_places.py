@@ -62,7 +62,7 @@ class SharedPlaces:
         return self.limits.max_sessions > before
 
     def note_refusal(self, own: int) -> bool:
-        """The worker has no room for one more than `own` sessions: no more go there before it is heard of again.
+        """Note that a worker has no room for more than `own` sessions: no more go there before its next heartbeat.
 
         Returns:
             Whether that one's place was borrowed, so that it had better wait elsewhere.

@@ -137,7 +137,7 @@ def _is_utf8(data: bytes) -> bool:
 
 @functools.cache
 def _twin_with_bytes_for_strings(full_name: str) -> type[Message]:
-    """The same message with every string field as bytes: it takes broken UTF-8, so that the field can be named."""
+    """Return the message type with strings as bytes: it takes broken UTF-8, so that the field can be named."""
     pool = descriptor_pool.DescriptorPool()
 
     def add(file: FileDescriptor) -> None:

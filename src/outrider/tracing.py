@@ -197,7 +197,7 @@ class SessionTraces:
         self._open: dict[int, _TracedSession] = {}
 
     def opened(self, session_id: int, epoch: int, traceparent: str) -> None:
-        """A session is opened; without a traceparent nobody traces its request."""
+        """Note an opened session; without a traceparent nobody traces its request."""
         if not traceparent:
             return
         self.closed(session_id, epoch)
@@ -223,14 +223,14 @@ class SessionTraces:
                 session.span.add_event("step", named(cost))
 
     def closed(self, session_id: int, epoch: int) -> None:
-        """A session is closed, if it is this epoch or an older one."""
+        """Note a closed session, if it is of this epoch or an older one."""
         session = self._open.get(session_id)
         if session is not None and session.epoch <= epoch:
             del self._open[session_id]
             _end(session)
 
     def end(self) -> None:
-        """The stream has ended, and with it all its sessions."""
+        """Note the end of the stream, and with it of all its sessions."""
         while self._open:
             _end(self._open.popitem()[1])
 

@@ -23,7 +23,7 @@ class RequestMetrics:
         self.completion_tokens = 0
 
     def begin(self, request: GenerationRequest) -> None:
-        """A prompt's generation begins."""
+        """Note the start of a prompt's generation."""
         self._requests.append(request)
 
     def note_round(self, record: generation_pb2.Round) -> None:
@@ -33,7 +33,7 @@ class RequestMetrics:
             self._drafted.append(record.selected)
 
     def note_result(self, result: GenerationResult) -> None:
-        """A prompt's generation has ended."""
+        """Note the end of a prompt's generation."""
         self._results.append(result)
 
     def usage(self) -> dict[str, Any]:

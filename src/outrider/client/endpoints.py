@@ -41,7 +41,7 @@ class Endpoint(Generic[_Channel]):
         self._failed_s = -_AVOIDED_S
 
     def note_failure(self) -> None:
-        """A call has found it out of service, or too busy."""
+        """Note that a call has found the endpoint out of service, or too busy."""
         self._failed_s = time.monotonic()
 
     @property

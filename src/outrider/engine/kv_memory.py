@@ -71,7 +71,7 @@ class KvShape:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU of pages that the system gives once they are written: a worker starts sooner, and holds what it uses."""
+    """Return zeros; on a CPU, of pages allocated when written: a worker starts sooner, and holds what it uses."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

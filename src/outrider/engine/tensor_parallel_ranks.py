@@ -55,7 +55,7 @@ class Ranks:
             self._collectives.broadcast(words)
 
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for what all ranks do; a follower ends with its leader, which watches all.
+        """Return a guard of a wait for what all ranks do; a follower ends with its leader, which watches all.
 
         Raises (as it is left):
             WorkerUnavailable: a rank was lost meanwhile or before, or the wait took too long.

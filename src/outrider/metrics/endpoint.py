@@ -86,7 +86,7 @@ class MetricsEndpoint:
 
 
 def on_loop(describe: Describe, loop: asyncio.AbstractEventLoop) -> Describe:
-    """The same, where the values belong to an event loop: they are read there, formatted where they are asked for."""
+    """Serve values of an event loop: they are read on the loop, and formatted on the endpoint's thread."""
 
     async def describe_there(families: Families) -> None:
         describe(families)

@@ -64,7 +64,7 @@ class StepWatch:
         self._running: _Running | None = None
 
     def begins(self, usual_s: float | None) -> None:
-        """The next part of its work begins: a step, a capture. None: nobody knows how long it may take."""
+        """Note the start of a step or a capture, with its usual time; None if that is not known."""
         self._number += 1
         self._running = _Running(self._number, time.monotonic(), usual_s)
 

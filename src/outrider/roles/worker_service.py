@@ -77,14 +77,14 @@ class Worker(ABC, Generic[Thread]):
 
     @abstractmethod
     def loaded(self) -> Loaded:
-        """Called once, when `thread.ready` is done."""
+        """Take up the loaded model; called once, when `thread.ready` is done."""
 
     @abstractmethod
     def load(self) -> common_pb2.WorkerLoad:
         """Return the load for a heartbeat."""
 
     def close(self) -> None:
-        """Called last, unless it hangs."""
+        """Release what the worker holds; called last, unless the worker hangs."""
 
 
 async def serve_worker(

@@ -73,7 +73,7 @@ def hash_of(token: str) -> str:
 
 
 def find(token: str, entries: Iterable[TokenEntry]) -> TokenEntry | None:
-    """Whose token it is; None for one that is not known. The time it takes does not tell how close a guess was."""
+    """Return the entry of a token; None if it is not known. The time it takes does not tell how close a guess was."""
     if not _TOKEN.fullmatch(token):
         return None
     given, found = hash_of(token), None
