@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Run the command line."""
     # Of this folder only the packages below are meant: transformers looks for a package called kernels.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from benchmarks.draft_service_bench.command import run

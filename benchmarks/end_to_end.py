@@ -1,4 +1,4 @@
-"""What speculation is worth through the whole service: off, sync and async, at several loads and temperatures.
+"""Gain of speculation through the whole service: off, sync and async, at several loads and temperatures.
 
     python benchmarks/end_to_end.py --sessions 1 4 --temperatures 0 --output results        the embedded pair on a CPU
     python benchmarks/end_to_end.py --device cuda --target FOLDER --draft FOLDER            two GPUs, any pair
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Run the command line."""
     # Of this folder only the packages below are meant: transformers looks for a package called kernels.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     # Read when gRPC is imported: without it, every stream that a cell's end cuts off is told of.

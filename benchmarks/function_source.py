@@ -28,11 +28,11 @@ class FunctionSource:
         """None: what is made is whole."""
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Tensors are held against it when they are made."""
+        """Note the shapes; tensors are checked against them when they are made."""
         self._shapes = shapes
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As the function makes it."""
+        """Return the tensor that the function makes."""
         made, shape = self._make(name), self._shapes.get(name)
         if not made.is_floating_point() or shape not in (None, tuple(made.shape)):
             raise CheckpointError(f"{self.place}: {name}: {list(made.shape)} {made.dtype} given, "

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Run the command line."""
     # Of this folder only the packages below are meant: transformers looks for a package called kernels.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     # Read when gRPC is imported: it tells of every broken connection otherwise.

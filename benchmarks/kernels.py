@@ -1,4 +1,4 @@
-"""How fast every operator of `outrider.ops` is on this GPU, against the hardware's limit and against FlashInfer.
+"""Speed of every operator of `outrider.ops` on this GPU, against the hardware's limit and against FlashInfer.
 
     python benchmarks/kernels.py [--only NAME ...] [--quick] [--output-json FILE]
     python benchmarks/kernels.py --list
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Run the command line."""
     # This file must not be found by who looks for a package called kernels, as transformers does.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from benchmarks.kernel_bench.command import run

@@ -16,7 +16,7 @@ from benchmarks.kernel_bench.malformed import GROUPS, Inputs
 
 
 def main() -> int:
-    """Runs the groups one after the other; their names as they end."""
+    """Run the groups one after the other; print their names as they end."""
     parser = argparse.ArgumentParser(description="Runs every operator over malformed inputs, for a memory checker.")
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="which; default all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

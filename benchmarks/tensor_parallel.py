@@ -1,4 +1,4 @@
-"""What several GPUs of one host make of a round: the time against one GPU and against the floor of reading the weights.
+"""Time of a round on several GPUs of one host, against one GPU and against the floor of reading the weights.
 
     python benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 [--output-json FILE]
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Run the command line."""
     # This file must not be found by who looks for a package called kernels, as transformers does.
     root = str(Path(__file__).resolve().parents[1])
     sys.path[0] = root

@@ -166,7 +166,7 @@ class CoordinatorServer:
         return HttpServer(app, host=host, port=port, shared_port=config.shared_http_port, tls=config.tls)
 
     def _http_routes(self, generations: Generations) -> tuple[list[BaseRoute], set[str]]:
-        """What others serve by the HTTP door, and which of these paths need no token."""
+        """Return routes that other modules serve on the HTTP port, and the paths that need no token."""
         routes: list[BaseRoute] = [*metrics_routes(self.metrics.registry)]
         open_paths: set[str] = set()
         if self._config.live_page:
@@ -198,7 +198,7 @@ class CoordinatorServer:
         )
 
     async def start(self) -> None:
-        """Begins to serve."""
+        """Begin to serve."""
         config = self._config
         if (port := config.metrics_port) is not None:
             describe = on_loop(self.metrics.describe, asyncio.get_running_loop())
@@ -238,7 +238,7 @@ async def serve(
     peers: Resolve | None = None,
     tell: Callable[[Callable[[], generation_pb2.ServerInfo]], None] | None = None,
 ) -> None:
-    """Runs a coordinator until `stop` is set.
+    """Run a coordinator until `stop` is set.
 
     Args:
         ready: called with host:port once it serves.

@@ -160,7 +160,7 @@ class ActorGroup:
         return [own.worker_endpoint for own in coordinators if own.worker_endpoint is not None]
 
     async def add(self, role: Role, *, model: Path | None = None) -> RoleHandle:
-        """Starts one more of a role; it serves some time later.
+        """Start one more of a role; it serves some time later.
 
         Args:
             model: the checkpoint folder of a worker; default the configured one.
@@ -177,12 +177,12 @@ class ActorGroup:
         return handle
 
     def has_room(self, role: Role) -> bool:
-        """Whether the cluster has what one more of a role takes, over all its machines."""
+        """Return True if the cluster has the resources for one more of a role."""
         free = ray.available_resources()
         return all(free.get(name, 0.0) >= amount for name, amount in self._bundle(role).items())
 
     async def move(self, handle: RoleHandle) -> None:
-        """Starts an actor anew, by the same name, on a machine that answers; to be tried again where that fails.
+        """Restart an actor, by the same name, on a machine that answers; try again if that fails.
 
         Raises:
             WorkerUnavailable: no such machine has what it needs, or it has been told to end meanwhile.
@@ -201,7 +201,7 @@ class ActorGroup:
             self._moving.discard(handle.name)
 
     def is_gone(self, handle: RoleHandle) -> bool:
-        """Whether Ray will not start an actor anew: it was killed from outside, or had lost its place."""
+        """Return True if Ray will not restart an actor: it was killed from outside, or lost its placement."""
         try:
             ray.get_actor(self._full(handle.name), namespace=NAMESPACE)
         except ValueError:
@@ -209,7 +209,7 @@ class ActorGroup:
         return False
 
     async def end(self, handle: RoleHandle, *, timeout_s: float) -> None:
-        """Lets an actor finish what it does, within the time, and ends it."""
+        """Let an actor finish its work, within the time, and end it."""
         handle.is_draining = True
         if not handle.is_homeless:
             try:
@@ -224,7 +224,7 @@ class ActorGroup:
     # ------------------------------------------------------------------------------------------------ over a restart
 
     def state(self) -> dict[str, Any]:
-        """What `recover` needs, of plain values."""
+        """Return the state that `recover` needs, as plain values."""
         return {
             "numbers": {str(role): number for role, number in self._numbers.items()},
             "gpus": {str(role): gpus for role, gpus in self._gpus.items()},
@@ -237,7 +237,7 @@ class ActorGroup:
         }
 
     def recover(self, state: dict[str, Any]) -> None:
-        """Takes over the actors of a controller that has died; those that are gone as well are homeless: for `move`."""
+        """Take over the actors of a dead controller; those that are gone as well are homeless: for `move`."""
         self._numbers = {Role(role): number for role, number in state["numbers"].items()}
         self._gpus = {Role(role): gpus for role, gpus in state["gpus"].items()}
         self._home_address = state["home_address"]

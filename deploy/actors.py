@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_log(config: DeployConfig, name: str) -> None:
-    """Sends this process's log to stderr, which Ray keeps; `name` is in every line."""
+    """Send this process's log to stderr, which Ray keeps; `name` is in every line."""
     handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter(f"%(asctime)s {name} %(levelname)s %(message)s")
     handler.setFormatter(JsonFormatter(name) if config.log_format == "json" else text)
@@ -65,7 +65,7 @@ class RoleActor:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def report(self) -> RoleReport:
-        """Its process, its address and how it is."""
+        """Return the role's process, address and state."""
         return RoleReport(
             pid=os.getpid(),
             node=socket.gethostname(),
@@ -76,7 +76,7 @@ class RoleActor:
         )
 
     async def stop(self) -> None:
-        """Asks the role to finish, and returns when it has."""
+        """Ask the role to finish, and return when it has."""
         self._stop.set()
         await self._task
 

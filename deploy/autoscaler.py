@@ -1,4 +1,4 @@
-"""How many draft workers there should be, decided every second from what the coordinators count.
+"""Autoscaler of draft workers, run every second on the coordinators' counters.
 
 Pure: no clock, no Ray.
 
@@ -87,11 +87,11 @@ class _Damping:
         self._raised_s = self._lowered_s = -float("inf")
 
     def forget(self) -> None:
-        """Nothing was advised: signals were lost."""
+        """Forget earlier advice: signals were lost."""
         self._advised.clear()
 
     def count(self, advised: int, now: int, now_s: float) -> int:
-        """The count to have."""
+        """Return the count to have."""
         held = self._advised
         held.append((now_s, advised))
         while now_s - held[0][0] > self._wait_s + _SLACK_S:
@@ -106,7 +106,7 @@ class _Damping:
         return now
 
     def note_change(self, change: int, now_s: float) -> None:
-        """The count has changed by so many."""
+        """Note by how many the count has changed."""
         if change < 0:
             if now_s - self._raised_s > 2 * self._wait_s:
                 self._wait_s = self._down_s
@@ -131,7 +131,7 @@ class Autoscaler:
         self._is_trying = False
 
     def decide(self, infos: Sequence[generation_pb2.ServerInfo], *, drafts: int, now_s: float) -> Decision:
-        """How many drafts there should be.
+        """Return the number of drafts to have.
 
         Args:
             infos: what the coordinators that can be reached say now.
@@ -163,7 +163,7 @@ class Autoscaler:
     # ---------------------------------------------------------------------------------------------------- what is known
 
     def _silence(self, infos: Sequence[generation_pb2.ServerInfo], now_s: float) -> str | None:
-        """Why this second's signals are not to be acted on; None where they are."""
+        """Return why this second's signals are to be ignored; None if they are not."""
         stale = [info for info in infos if self._heard.get(info.incarnation, (0.0, -1.0))[1] == info.uptime_s]
         self._heard |= {info.incarnation: (now_s, info.uptime_s) for info in infos if info not in stale}
         self._heard = {own: heard for own, heard in self._heard.items() if now_s - heard[0] <= _MISSED_FOR_S}
@@ -175,7 +175,7 @@ class Autoscaler:
         return f"{missing} of {len(self._heard)} coordinators have stopped answering" if missing else None
 
     def _remember(self, sample: Sample) -> None:
-        """What was seen with other coordinators or drafts says nothing of these."""
+        """Store a sample; drop earlier ones of other coordinators or drafts."""
         last = self._samples[-1] if self._samples else None
         if last is not None and not last.compares_with(sample):
             self._samples.clear()
@@ -211,7 +211,7 @@ class Autoscaler:
         return self._best(window, drafts)
 
     def _without_drafts(self, window: DemandWindow, now_s: float) -> _Advice:
-        """Whether to start one, where nothing is seen of what it would bring."""
+        """Advise whether to start a draft while there is none to learn from."""
         trial = self._trial
         sessions = f"{window.sessions:.0f} sessions without a draft"
         if trial is None:
@@ -250,7 +250,7 @@ class Autoscaler:
     # -------------------------------------------------------------------------------------------------------- trials
 
     def _note(self, wanted: int, drafts: int, advice: _Advice, now_s: float) -> None:
-        """Remembers that speculation was given up, or is tried, and that it pays after all."""
+        """Remember that speculation was given up, or is tried, and that it pays after all."""
         if wanted != drafts:
             self._damping.note_change(wanted - drafts, now_s)
         sessions = self._samples[-1].sessions if self._samples else 0

@@ -1,4 +1,4 @@
-"""What a number of draft workers would bring, by what the coordinators count. Pure; docs/autoscaling.md derives it.
+"""Throughput model of draft workers from the coordinators' counters. Pure; docs/autoscaling.md derives it.
 
 1 / a(M) = m + f + g * k(M0) / k(M)        tokens of a session in a round, with M workers
 k(M)     ~ 1 - (1 - 1/s)^N                 levels that a session grows in a round, s = S / M
@@ -81,7 +81,7 @@ class Sample:
         return self.gauges[0]
 
     def compares_with(self, later: "Sample") -> bool:
-        """Whether the time between the two is one window: the same coordinators and workers all the while."""
+        """Return True if both samples have equal coordinators and workers, so that the time between is one window."""
         return (self.counters.keys(), self.drafts.keys(), self.targets) == (
             later.counters.keys(),
             later.drafts.keys(),
@@ -121,7 +121,7 @@ COUNTERS = tuple(
 
 
 def window_of(samples: "list[Sample]") -> DemandWindow:
-    """What happened from the first to the last of at least two samples, which have the same coordinators and drafts."""
+    """Return the window between the first and last of two or more samples with equal coordinators and drafts."""
     first, last = samples[0], samples[-1]
     sums = dict.fromkeys((*COUNTERS, "target_rounds"), 0)
     expanded_per_step = 0.0

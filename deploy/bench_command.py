@@ -202,7 +202,7 @@ async def served(address: str) -> AsyncIterator[str]:
 
 
 async def _ended_by_sigterm(run: Any) -> Any:
-    """Ends in order, with all that was started, where it is told to; asyncio does the same for Ctrl-C."""
+    """Run to the end; on SIGTERM end in order, with all that was started, as asyncio does on Ctrl-C."""
     task = asyncio.ensure_future(run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:

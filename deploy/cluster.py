@@ -65,7 +65,7 @@ class Deployment:
         self.http_endpoints: list[str] = []
         """host:port of their HTTP doors."""
         self.was_running = False
-        """Whether `start` found it instead of bringing it up."""
+        """True if `start` found the deployment instead of starting it."""
 
     async def __aenter__(self) -> "Deployment":
         await self.start()
@@ -80,7 +80,11 @@ class Deployment:
         return ",".join(self.shared_endpoints or self.endpoints)
 
     async def start(self) -> list[str]:
-        """Returns the coordinators' addresses once every worker serves through each."""
+        """Start the deployment; return the coordinators' addresses once every worker serves through each.
+
+        Raises:
+            WorkerUnavailable: it could not be started; what was begun has ended.
+        """
         try:
             # In threads, as all that may take Ray long: this process has to hear when it is told to stop.
             with sigterm_kept():
@@ -111,17 +115,17 @@ class Deployment:
         return self.endpoints
 
     async def status(self) -> dict[str, Any]:
-        """What `outrider status --json` prints."""
+        """Return the data of `outrider status --json`."""
         return await self.controller.status.remote()
 
     async def ended(self) -> None:
-        """Returns when somebody else has ended what belongs to this process."""
+        """Wait until somebody else has ended the deployment of this process."""
         assert self._keeping is not None, "a detached deployment belongs to nobody"
         await self._keeping
         self.controller = None
 
     async def stop(self) -> None:
-        """Ends the deployment, the coordinators draining first; shuts Ray down if `start` started it.
+        """End the deployment, the coordinators draining first; shut Ray down if `start` started it.
 
         One that was brought up detached, or that was there before, is left alone once it serves.
         """
@@ -151,7 +155,7 @@ class Deployment:
                 raise
 
     async def _find(self) -> bool:
-        """Whether a deployment of this name runs, which is then taken for this one."""
+        """Attach to a running deployment of this name; return whether there is one."""
         if (found := await asyncio.to_thread(self._running)) is None:
             return False
         if not self._detach:
@@ -185,7 +189,7 @@ class Deployment:
         self.controller = placed.remote(self._config, self._roles, home=home, owned=not self._detach)
 
     async def _keep(self) -> None:
-        """Renews the deployment's lease until it has ended, and tells what happens to it."""
+        """Renew the deployment's lease until it has ended, and tell what happens to it."""
         while True:
             try:
                 await self._renew()
@@ -204,7 +208,7 @@ class Deployment:
 
 
 async def end(controller: Any, *, role_timeout_s: float | None, config: DeployConfig) -> None:
-    """Ends a deployment by its controller, and the controller.
+    """End a deployment by its controller, and the controller.
 
     Args:
         role_timeout_s: that each role gets; default what the configuration says, and then a little more.

@@ -27,7 +27,7 @@ Address = Annotated[
         help="The Ray cluster. auto: that of `outrider serve` on this machine, else the one this machine is part of.",
     ),
 ]
-Name = Annotated[str, typer.Option(help="Of the deployment.")]
+Name = Annotated[str, typer.Option(help="Name of the deployment.")]
 Timeout = Annotated[
     float, typer.Option("--timeout", min=0.0, help="Longest to wait until the deployment is as asked for, in seconds.")
 ]
@@ -70,7 +70,7 @@ def scale(
     name: Name = "outrider",
     timeout_s: Timeout = 300.0,
 ) -> None:
-    """Change how many workers of a role there are; returns when all of them serve."""
+    """Change how many workers of a role there are; return when all of them serve."""
     asked = dict(_count(entry) for entry in counts)
     with controller_of(address, name) as controller:
         ask(controller.scale.remote(asked))
@@ -124,7 +124,7 @@ def controller_of(address: str, name: str) -> Iterator[Any]:
 
 
 def ask(answer: Any, *, timeout_s: float | None = None) -> Any:
-    """What the controller answers; its errors as this process's own.
+    """Call the controller; its errors are raised here.
 
     Raises:
         typer.BadParameter: what was asked for is impossible.

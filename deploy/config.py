@@ -1,4 +1,4 @@
-"""How a deployment is set up: what runs, where, and with how much."""
+"""Configuration of a deployment: roles, placement, resources."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from outrider.target_worker.config import TargetWorkerConfig
 
 
 class Bind(StrEnum):
-    """Where the servers listen.
+    """Network that the servers listen on.
 
     LOOPBACK: 127.0.0.1, every role on one machine. NODE: each on its own node's address, spread by Ray; only with
     certificates and tokens, unless `insecure` says otherwise.
@@ -226,7 +226,7 @@ class DeployConfig:
 
     @property
     def first_http_port(self) -> int:
-        """Where the first coordinator's HTTP door is; 0 for a free port."""
+        """HTTP port of the first coordinator; 0 for a free port."""
         if self.http_port is not None:
             return self.http_port
         return _HTTP_PORT if self.port else 0
@@ -384,7 +384,7 @@ _WORKER_OPTIONS = (
 
 
 NGRAM_FIELDS = tuple(own.name for own in fields(DeployConfig) if own.name.startswith("ngram_"))
-"""What draft workers take over as it is."""
+"""Fields that draft workers take over unchanged."""
 
 
 def amounts(resources: Sequence[str]) -> dict[str, float]:

@@ -97,7 +97,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def as_in_file(message: str, path: Path) -> str:
-    """What `DeployConfig` says of a field, as it is called in the file that set it."""
+    """Rewrite an error of `DeployConfig` with the field name of the file."""
     field, colon, rest = message.partition(":")
     return f"{path}: {KEYS.get(field, field)}{colon}{rest}"
 

@@ -24,7 +24,7 @@ _SLOW_START = ("timed out during startup", "Timed out waiting for file")
 
 
 def connect(config: DeployConfig) -> bool:
-    """Joins the Ray that this process is in already, else the one at `address`, else starts one.
+    """Join the Ray that this process is in already, else the one at `address`, else start one.
 
     Returns:
         True if a Ray was started or joined here, which is then ours to shut down or to leave.

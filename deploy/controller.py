@@ -90,12 +90,12 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- what it says
 
     async def started(self) -> str | None:
-        """Waits until every worker serves, or until it is clear that one cannot; then says why."""
+        """Wait until every worker serves; raise an error that says why if one cannot."""
         await asyncio.wait({self._up})
         return "it was ended before it served" if self._up.cancelled() else self._failure
 
     async def pid(self) -> int:
-        """Of its process, new after every restart."""
+        """Process id, new after every restart."""
         return os.getpid()
 
     async def worker_endpoints(self) -> list[str]:
@@ -103,7 +103,7 @@ class Controller:
         return self._actors.worker_endpoints
 
     async def status(self) -> dict[str, Any]:
-        """What `outrider status --json` prints; the keys stay."""
+        """Return the data of `outrider status --json`; the keys are stable."""
         return {
             "name": self._config.name,
             "state": self._state,
@@ -120,7 +120,7 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- what it does
 
     async def keep(self, seen: int) -> tuple[int, list[str]]:
-        """Called every second by a process that the deployment belongs to, which has seen the first `seen` events.
+        """Renew the lease of the owning process, which calls this every second and has seen the first `seen` events.
 
         Returns:
             How many it has seen then, and those that are new to it.
@@ -129,7 +129,7 @@ class Controller:
         return self._actors.events.since(seen)
 
     async def scale(self, counts: Mapping[str, int]) -> None:
-        """So many of each role from now on; returns when those too many have gone, those new may still load.
+        """Set the number of workers of each role; return when surplus ones have gone (new ones may still load).
 
         Raises:
             ValueError: a count out of range, or an unknown role.
@@ -143,7 +143,7 @@ class Controller:
                 await self._scaler.resize(role, count)
 
     async def drain(self, name: str) -> None:
-        """Lets one worker finish and takes it away for good; returns when it has gone.
+        """Let one worker finish and take it away for good; return when it has gone.
 
         Raises:
             ValueError: there is no such worker, or it is one too few without it.
@@ -160,7 +160,7 @@ class Controller:
             await self._scaler.end(handle)
 
     async def replace(self, role: str, model: str | None = None) -> list[str]:
-        """Puts a new worker in the place of each, one after the other: the new one serves before the old one goes.
+        """Put a new worker in the place of each, one after the other: the new one serves before the old one goes.
 
         Where there is no room for one more, the old one goes first: without a draft there is only less speed.
 
@@ -188,7 +188,7 @@ class Controller:
         return fresh
 
     async def reload(self, path: str, in_flight: str, timeout_s: float) -> dict[str, Any]:
-        """Has all targets run with the weights of another checkpoint folder, those that start later as well.
+        """Have all targets run with the weights of another checkpoint folder, those that start later as well.
 
         Returns:
             As `outrider reload --json` prints it.
@@ -216,7 +216,7 @@ class Controller:
         return self._scaler.target_model and str(self._scaler.target_model)
 
     async def down(self, timeout_s: float | None = None) -> None:
-        """Lets the coordinators drain, then the workers, and forgets the deployment; kill this actor then.
+        """Let the coordinators drain, then the workers, and forget the deployment; kill this actor then.
 
         Args:
             timeout_s: that the coordinators get, and then the workers; default `stop_timeout_s`.
@@ -281,7 +281,7 @@ class Controller:
                 self._tasks.append(asyncio.create_task(self._scaler.end(handle)))
 
     def _save(self) -> None:
-        """Keeps what a successor needs; of what has ended nothing is kept."""
+        """Store the state that a successor needs; of an ended deployment nothing."""
         if self._state == _DOWN:
             return
         state = {
@@ -292,7 +292,7 @@ class Controller:
         self._saved.write(state)
 
     async def _all_serve(self) -> None:
-        """Waits until every coordinator can use every worker."""
+        """Wait until every coordinator can use every worker."""
         while True:
             # One that listened may still be refused by the coordinator, and then says why.
             await asyncio.gather(*(self._scaler.refresh(handle) for handle in self._actors), self._view.ask())
@@ -304,7 +304,7 @@ class Controller:
 
     @contextlib.asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:
-        """What operators ask for: one after the other, once the deployment serves and as long as it does.
+        """Run operators' changes one after the other while the deployment serves.
 
         Raises:
             WorkerUnavailable: it does not come up, or it ends.
@@ -318,7 +318,7 @@ class Controller:
     # ----------------------------------------------------------------------------------------------------------- loops
 
     async def _observe(self) -> None:
-        """Asks the coordinators every second how things are, and lets demand decide how many drafts there are."""
+        """Ask the coordinators for their state every second, and let demand decide how many drafts there are."""
         while True:
             await asyncio.sleep(1.0)
             try:
@@ -341,7 +341,7 @@ class Controller:
         self._save()
 
     async def _expire(self) -> None:
-        """Ends a deployment that belongs to a process, when that process has; one left alone has to serve first."""
+        """End a deployment that belongs to a process, when that process has; one left alone has to serve first."""
         while self._owned or self._state != _SERVING:
             left_s = self._kept_s + self._config.owner_timeout_s - time.monotonic()
             if left_s <= 0:

@@ -1,4 +1,4 @@
-"""What a deployment's coordinators say: who serves, and what there is to do."""
+"""Coordinators' view of a deployment: who serves, and the demand."""
 
 import asyncio
 from typing import Any
@@ -22,7 +22,7 @@ class CoordinatorView:
         self.infos: dict[str, generation_pb2.ServerInfo] = {}  # by endpoint; those that did not answer are missing
 
     async def ask(self) -> None:
-        """Asks all of them."""
+        """Ask all coordinators."""
         handles = self._actors.of(Role.COORDINATOR)
         answers = await asyncio.gather(*(_server_info(handle) for handle in handles))
         self.infos = {

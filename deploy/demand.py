@@ -41,7 +41,7 @@ class AutoscalerMetrics:
         self._last: int | None = None
 
     def note(self, decision: Decision) -> None:
-        """Shows a decision."""
+        """Update the metrics with a decision."""
         values = {
             "desired_drafts": decision.drafts,
             "serving_drafts": decision.serving,
@@ -81,7 +81,7 @@ class Demand:
         return decision.drafts
 
     def status(self) -> dict[str, Any]:
-        """For `outrider status --json`."""
+        """Return the demand for `outrider status --json`."""
         return {
             "enabled": self._config.max_drafts is not None,
             "min_drafts": self._config.min_drafts,

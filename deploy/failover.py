@@ -41,7 +41,7 @@ class Machines:
         self._refused_since: dict[str, float] = {}
 
     async def look(self) -> Seen:
-        """Asks every node that Ray takes for alive."""
+        """Ask every node that Ray takes for alive."""
         nodes = await asyncio.to_thread(placement.living_nodes)
         probes = await asyncio.gather(*(placement.probe(node) for node in nodes))
         found = dict(zip((node.node_id for node in nodes), probes, strict=True))
@@ -80,7 +80,7 @@ class NodeFailover:
         self._dead = set[str]()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             await asyncio.sleep(self._config.ping_interval_s)
             try:
@@ -104,7 +104,7 @@ class NodeFailover:
         self._dead = dead
 
     def _has_to_move(self, handle: RoleHandle, seen: Seen) -> bool:
-        """Whether Ray will not start an actor anew, or not soon, on one of the nodes that it knows of."""
+        """Return True if Ray will not, or not soon, restart an actor on a node that it knows of."""
         # Of a coordinator that has not reported yet it is known where it has to be.
         node_id = handle.node_id or (handle.placed_on if handle.role is Role.COORDINATOR else None)
         is_off = node_id is not None and node_id not in seen.known and handle.report is None

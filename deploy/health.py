@@ -1,4 +1,4 @@
-"""Ray restarts an actor that dies; one that hangs, or whose server ends, it never notices. This does."""
+"""Health checks of actors: restarts those that hang or whose server ended, which Ray never notices."""
 
 import asyncio
 import logging
@@ -51,14 +51,14 @@ class RoleHandle:
     tell: Callable[[str], None] = lambda text: None
 
     def lose(self, reason: str) -> None:
-        """It does not serve any more, and is started anew."""
+        """Mark the actor as not serving; it is restarted."""
         self.report, self.failure = None, reason
         if self.lost_s is None:
             self.lost_s = time.monotonic()
         self.tell(f"{self.name} is lost: {reason}. {_MEANWHILE[self.role]} Starting it anew")
 
     def note(self, report: RoleReport) -> None:
-        """Takes a report; another pid than before is a restart."""
+        """Store a report; another pid than before counts as a restart."""
         if self.pid is not None and report.pid != self.pid:
             self.restarts += 1
             logger.warning("%s runs again, pid %d", self.name, report.pid)
@@ -75,13 +75,13 @@ class RoleHandle:
 
 
 def patience_s(report: RoleReport | None, config: DeployConfig) -> float:
-    """How long an actor with this latest report may stay silent: one that loads its model may keep its loop busy."""
+    """Return how long an actor with this latest report may stay silent, in seconds."""
     serving = report is not None and report.address is not None
     return config.hang_timeout_s if serving else config.start_timeout_s
 
 
 async def watch(handle: RoleHandle, config: DeployConfig) -> None:
-    """Looks after one actor until cancelled: kills it, so that Ray starts it anew, when it is silent or has failed."""
+    """Look after one actor until cancelled: kill it, so that Ray starts it anew, when it is silent or has failed."""
     backoff_s = config.ping_interval_s
     well_since: float | None = None
     while True:

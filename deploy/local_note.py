@@ -1,4 +1,4 @@
-"""Where the Ray of an `outrider serve` is: other terminals of the same user find it by the deployment's name."""
+"""Address of a local `outrider serve`'s Ray, stored so that other terminals find it by deployment name."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ _CONNECT_TIMEOUT_S = 1.0
 
 
 def remember_local(name: str, address: str) -> None:
-    """Writes down where the Ray of this process is, for as long as the process lives."""
+    """Write down where the Ray of this process is, for as long as the process lives."""
     if (other := local_address(name)) is not None and _answers(other):
         logger.warning("another `outrider serve` of the name %s runs here, which other commands will find", name)
         return
@@ -31,13 +31,13 @@ def remember_local(name: str, address: str) -> None:
 
 
 def forget_local(name: str) -> None:
-    """Takes the note away, if it is this process's own."""
+    """Take the note away, if it is this process's own."""
     if _read_note(name).get("pid") == os.getpid():
         _note_of(name).unlink(missing_ok=True)
 
 
 def local_address(name: str) -> str | None:
-    """Where the Ray of a running `outrider serve` of this name is; None where none runs on this machine."""
+    """Return the Ray address of a running `outrider serve` of this name; None if there is none on this machine."""
     note = _read_note(name)
     if not note or not _is_running(note["pid"]):
         return None
@@ -61,7 +61,7 @@ def _read_note(name: str) -> dict[str, Any]:
 
 
 def _answers(address: str) -> bool:
-    """Whether a Ray is there: the process number of one that was killed may be another program's by now."""
+    """Return True if Ray answers there; the process id may have been reused."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()

@@ -20,7 +20,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """Where a model is."""
+    """Location of a model."""
 
     given: str
     name: str  # that clients know it by

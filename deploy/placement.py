@@ -1,4 +1,4 @@
-"""Which machines may hold what: living nodes, those that have fallen silent, GPUs shared out, places kept together."""
+"""Placement: living and silent nodes, shared GPUs, placement groups."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ class Node:
     resources: Mapping[str, float]
 
     def has(self, needed: Mapping[str, float]) -> bool:
-        """Whether it has so much in all, used or not."""
+        """Return True if the node has these resources in all, used or not."""
         return all(self.resources.get(name, 0.0) >= amount for name, amount in needed.items())
 
 
@@ -48,7 +48,7 @@ def living_nodes() -> list[Node]:
 
 
 class Probe(Enum):
-    """Whether Ray's own process on a node takes connections.
+    """Answer of a node's Ray process to a connection attempt.
 
     REFUSES: the machine says that nobody listens there. SILENT: nothing is heard of the machine.
     """
@@ -59,7 +59,7 @@ class Probe(Enum):
 
 
 async def probe(node: Node) -> Probe:
-    """Asks a node for a connection."""
+    """Ask a node for a connection."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(node.address, node.port)
@@ -128,7 +128,7 @@ def keep_places(
 
 
 def bundle(gpus: float, resources: tuple[str, ...]) -> dict[str, float]:
-    """What a worker takes, as a placement group counts it."""
+    """Return a worker's placement-group bundle."""
     return {name: amount for name, amount in {"GPU": gpus, **amounts(resources)}.items() if amount}
 
 

@@ -139,7 +139,7 @@ class Plan:
     missing: tuple[ModelFiles, ...]  # models that have to be completed before, by field
 
     def completed(self) -> "Plan":
-        """Load or convert what is missing, and plan with that; raises as `make_plan` and `complete` do."""
+        """Load or convert what is missing, and plan with that; raise as `make_plan` and `complete` do."""
         for model in self.missing:
             complete(model)
         return make_plan(self.given)

@@ -12,7 +12,7 @@ _TOKEN_FILE = Path(".ray") / "auth_token"
 
 
 def prefer_token(address: str) -> None:
-    """Authenticates with the user's token where there is one, or where a Ray is started; what the user has set counts.
+    """Authenticate with the user's token where there is one, or where a Ray is started; what the user has set counts.
 
     Args:
         address: of the Ray cluster that is going to be joined; "local" starts one.

@@ -31,7 +31,7 @@ def reload(
         typer.Option(
             metavar="HOST:PORT",
             envvar="OUTRIDER_ENDPOINT",
-            help="Of a coordinator, where workers register; name every one. Default: a deployment's, else "
+            help="Address at which workers register; name every coordinator. Default: a deployment's, else "
             f"{DEFAULT_ENDPOINT}.",
         ),
     ] = None,
@@ -76,7 +76,7 @@ def reload(
 
 
 def _told(outcome: dict[str, Any]) -> str:
-    """For people."""
+    """Format the outcome for people."""
     lines = [f"weights {outcome['version']} of {outcome['path']}"]
     if not outcome["changed"]:
         return f"the targets run with these already: {lines[0]}"

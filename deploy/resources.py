@@ -1,4 +1,4 @@
-"""How GPUs, cores and custom resources are shared out among the workers of a deployment (without Ray)."""
+"""Shares of GPUs, cores and custom resources per worker (without Ray)."""
 
 import math
 

@@ -163,14 +163,14 @@ def tls_of(config: DeployConfig, role: Role) -> TlsConfig | None:
 
 
 def security(config: DeployConfig, role: Role) -> dict[str, Any]:
-    """What each role's own configuration has of it."""
+    """Return the security fields of a role's configuration."""
     tls = tls_of(config, role)
     files = {} if tls is None else {"tls_ca": tls.ca, "tls_certificate": tls.certificate, "tls_key": tls.key}
     return {"insecure": config.insecure, **files}
 
 
 def _metrics_port(config: DeployConfig, setting: WorkerSetting, *, first: int) -> int | None:
-    """By the worker's number, which it keeps over restarts."""
+    """Return the metrics port, from the worker's number, which survives restarts."""
     if config.metrics_port is None:
         return None
     return config.metrics_port + first + int(setting.name.rpartition("-")[2]) % _DRAFTS_METRICS
@@ -178,7 +178,7 @@ def _metrics_port(config: DeployConfig, setting: WorkerSetting, *, first: int) -
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the actors run; tests put their own here."""
+    """Serve functions that actors run; tests inject their own."""
 
     coordinator: Serve = serve_coordinator
     target: Serve = serve_target

@@ -1,4 +1,4 @@
-"""How many there are of each role, and who: adding, draining and replacing, one worker after the other."""
+"""Number of actors of each role: adding, draining and replacing, one at a time."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ class RoleScaler:
         return list(self._watches.values())
 
     def state(self) -> dict[str, Any]:
-        """What `recover` needs, of plain values."""
+        """Return the state that `recover` needs, as plain values."""
         return {
             "wanted": {str(role): count for role, count in self.wanted.items()},
             "draft_model": self.draft_model and str(self.draft_model),
@@ -56,13 +56,13 @@ class RoleScaler:
         }
 
     def recover(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where a controller that has died was."""
+        """Continue from the state of a dead controller."""
         self.wanted = {Role(role): count for role, count in state["wanted"].items()}
         self.draft_model = state["draft_model"] and Path(state["draft_model"])
         self.target_model = state["target_model"] and Path(state["target_model"])
 
     def check_count(self, role: Role, count: int) -> None:
-        """Raises ValueError where so many of a role are too few, or more than the configuration lets there be."""
+        """Raise ValueError if this count of a role is too small, or above the configuration's limit."""
         least, most = (0, None) if role is Role.DRAFT else (1, None)
         if role is Role.DRAFT and self._config.max_drafts is not None:
             least, most = self._config.min_drafts, self._config.max_drafts
@@ -71,7 +71,7 @@ class RoleScaler:
             raise ValueError(f"{role}: {count} asked for, {bounds} needed")
 
     def look_after(self, handle: RoleHandle) -> None:
-        """Watches an actor from now on."""
+        """Watch an actor from now on."""
         self._watches[handle.name] = asyncio.create_task(watch(handle, self._config))
 
     async def resize(self, role: Role, count: int) -> None:
@@ -91,7 +91,7 @@ class RoleScaler:
         self._save()
 
     async def settle(self) -> None:
-        """Ends or adds what a change has left over that its controller did not live to finish, or that failed."""
+        """End or add the workers that an unfinished or failed change has left over."""
         for role, count in self.wanted.items():
             try:
                 if len(self._actors.of(role)) != count:
@@ -128,7 +128,7 @@ class RoleScaler:
         return new
 
     async def end(self, handle: RoleHandle, *, timeout_s: float | None = None) -> None:
-        """Lets one finish what it does, and ends it, by default within a little more than `stop_timeout_s`."""
+        """Let a worker finish its work, and end it, by default within a little more than `stop_timeout_s`."""
         if timeout_s is None:
             timeout_s = self._config.stop_timeout_s + _END_SLACK_S
         if (watching := self._watches.pop(handle.name, None)) is not None:
@@ -137,7 +137,7 @@ class RoleScaler:
         self._save()
 
     async def listening(self, handle: RoleHandle) -> None:
-        """Waits until an actor's server listens; raises as `refresh` does."""
+        """Wait until an actor's server listens; raise as `refresh` does."""
         await self.refresh(handle)
         while handle.report is None or handle.report.address is None:
             await asyncio.sleep(POLL_INTERVAL_S)

@@ -28,18 +28,18 @@ class ServeReplica:
         self.deployment = deployment
 
     async def bring_up(self) -> None:
-        """Starts the deployment or finds it; returns when every worker serves."""
+        """Start or find the deployment; return when every worker serves."""
         endpoints = await self.deployment.start()
         logger.info("the deployment serves at %s", endpoints)
 
     async def check_health(self) -> None:
-        """Called by Serve; raises WorkerUnavailable where the deployment is not there, or does not serve."""
+        """Raise WorkerUnavailable if the deployment does not serve, or is not there; Ray Serve calls it."""
         state = (await self.status()).get("state")
         if state != "serving":
             raise WorkerUnavailable(f"the deployment is {state}")
 
     async def status(self) -> dict[str, Any]:
-        """As `outrider status --json` prints it.
+        """Return the data of `outrider status --json`.
 
         Raises:
             WorkerUnavailable: the deployment's controller does not answer.

@@ -156,7 +156,7 @@ def _kill_descendants() -> None:
 
 
 def _end_descendants(timeout_s: float) -> None:
-    """Kill them until none is left, or for so long; what they leave behind is collected."""
+    """Kill all descendants until none is left, or for a time, and collect what they leave behind."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         _kill_descendants()

@@ -281,11 +281,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/results.md": lambda: results_page(_NOTE),
     "README.md": readme_page,
 }
-"""What each page, by its path in the repository, has to say."""
+"""Functions that write each page, by its path in the repository."""
 
 
 def main(arguments: list[str]) -> int:
-    """Writes or checks the pages; returns the exit code."""
+    """Write or check the pages; return the exit code."""
     stale = []
     for name, make in PAGES.items():
         path, text = DOCS.parent / name, make()

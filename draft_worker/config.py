@@ -1,4 +1,4 @@
-"""How a draft worker is set up (torch-free, so that command lines may build it)."""
+"""Configuration of a draft worker (torch-free, so that command lines may build it)."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,12 +76,12 @@ class DraftWorkerConfig(WorkerConfig):
 
     @property
     def uses_model(self) -> bool:
-        """Whether a draft model grows."""
+        """True if a draft model grows."""
         return "model" in self.source
 
     @property
     def uses_ngram(self) -> bool:
-        """Whether n-grams grow."""
+        """True if n-grams grow."""
         return "ngram" in self.source
 
     @property

@@ -22,7 +22,7 @@ async def completed(client: AsyncClient, prompt: str) -> str:
 
 
 async def main(endpoint: str) -> None:
-    """Sends all prompts at once, prints what came of each."""
+    """Send all prompts at once, and print the outcome of each."""
     async with AsyncClient(endpoint) as client:
         for text in await asyncio.gather(*(completed(client, prompt) for prompt in PROMPTS)):
             print(text, end="\n---\n")

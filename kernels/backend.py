@@ -1,4 +1,4 @@
-"""Where an operator runs: plain torch or Triton.
+"""Dispatch of operators to plain torch or Triton.
 
 One rule for every operator of this folder: CUDA tensors go to the Triton kernel, CPU tensors to the plain-torch
 reference, unless Triton's interpreter was asked for (`TRITON_INTERPRET=1` when this module is first imported), which
@@ -55,7 +55,7 @@ INTERPRETED = HAS_TRITON and _INTERPRETS
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Whether an operator given `tensor` launches its Triton kernel (otherwise it runs its reference).
+    """Return True if an operator given `tensor` launches its Triton kernel; otherwise it runs its reference.
 
     Raises:
         RuntimeError: a CUDA tensor where Triton is not installed.

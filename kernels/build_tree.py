@@ -46,7 +46,7 @@ _WORD_BITS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.int64: 6
 
 
 class TreeMaskMode(IntEnum):
-    """What `build_tree_kernel_efficient` writes as the mask."""
+    """Format of the mask that `build_tree_kernel_efficient` writes."""
 
     FULL = 0
     """Flat bool; request b starts at n*n*b + n*sum(verified_seq_len[:b]), row t has verified_seq_len[b] + n cells."""
@@ -202,7 +202,7 @@ def _parents(parent_list: torch.Tensor, selected: torch.Tensor, topk: int) -> to
 
 
 def _ancestors(parents: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which nodes the walk from every node visits, [bs, n, n] bool with the root, and in how many visits, [bs, n]."""
+    """Return the nodes that the walk from every node visits, [bs, n, n] bool with the root, and its length, [bs, n]."""
     requests, nodes = parents.shape
     number = torch.arange(nodes, device=parents.device)
     visited = torch.zeros(requests, nodes, nodes, dtype=torch.bool, device=parents.device)

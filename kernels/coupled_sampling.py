@@ -211,7 +211,7 @@ def _thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 
 def row_threshold(ascending: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
-    """The smallest z that all three filters keep, of a row's z in ascending order."""
+    """Return the smallest z that all three filters keep, of a row's z in ascending order, [V] float32."""
     largest = ascending[-1]
     threshold = np.float32(-np.inf)
     if not np.isfinite(largest):

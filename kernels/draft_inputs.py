@@ -1,4 +1,4 @@
-"""What draft heads (EAGLE, MTP, parallel drafting) are fed with, between the target's verdict and the draft's forward.
+"""Inputs of draft heads (EAGLE, MTP, parallel drafting) between the target's verification and the draft's forward.
 
     eagle_step_update_slot_mapping_and_metadata   next positions, KV slots and lengths (`drafting.step_inputs`)
     eagle_prepare_inputs_padded                   which row of each request is sampled, how many were rejected
@@ -240,7 +240,7 @@ def _next_token_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class QueryMetadata:
-    """What attention knows of the B queries of one forward.
+    """Attention metadata of the B queries of one forward.
 
     Attributes:
         query_start_loc: [B + 1] int, where the rows of each query start.

@@ -25,7 +25,7 @@ __all__ = ["early_options", "launches_early"]
 
 @functools.cache
 def launches_early(device: torch.device) -> bool:
-    """Whether a launch may begin under the end of the one before: Hopper and later do that."""
+    """Return True if a launch may start before its predecessor ends: Hopper and later."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9

@@ -205,7 +205,7 @@ def _launch(logits: torch.Tensor, batch: ProcessorBatch) -> None:
 
 @jit
 def _list_bounds(start_ptr, index, entries):
-    """Where list `index` begins and ends among the entries, whatever the starts say."""
+    """Return begin and end of list `index`, clamped to the entries."""
     begin = tl.minimum(tl.maximum(tl.load(start_ptr + index).to(tl.int64), 0), entries)
     end = tl.minimum(tl.maximum(tl.load(start_ptr + index + 1).to(tl.int64), 0), entries)
     return begin.to(tl.int32), end.to(tl.int32)

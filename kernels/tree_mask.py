@@ -1,4 +1,4 @@
-"""What attention masks of token trees say: retrieve links and positions from a mask, and bits packed into bytes.
+"""Retrieve links and positions from a token tree's mask, and packing of bits into bytes.
 
     ancestors(i)    = {j < i: mask[i, j]};  parent(i) = the largest of them, -1 where there is none
     positions[i]    = verified_seq_len + number of ancestors

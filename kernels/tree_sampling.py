@@ -141,7 +141,7 @@ def tree_speculative_sampling_target_only_reference(
 
 
 def _first_accepted(probabilities: list[float], coin: float, single: float, total: float) -> int | None:
-    """Which of the children is accepted, given their target probabilities."""
+    """Return the first accepted child, given the children's target probabilities."""
     running = 0.0
     for place, probability in enumerate(probabilities):
         running += probability

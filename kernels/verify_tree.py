@@ -231,5 +231,5 @@ def _accepted_children(
 
 @jit
 def _in_range(index, size):
-    """Whether 0 <= int64 `index` < size, in one comparison."""
+    """Return whether 0 <= int64 `index` < size, in one comparison."""
     return index.to(tl.uint64, bitcast=True) < size

@@ -1,4 +1,4 @@
-"""How a target worker is set up (torch-free, so that command lines may build it)."""
+"""Configuration of a target worker (torch-free, so that command lines may build it)."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -93,7 +93,7 @@ class TargetWorker(Worker[RoundThread]):
         return load
 
     def close(self) -> None:
-        """Ends the processes that share the model."""
+        """End the processes that share the model."""
         if self._runner is not None:
             self._runner.close()
 

@@ -1,4 +1,4 @@
-"""How tests are shared out where several processes run them (`make test`): files stay whole, and long ones begin."""
+"""Distribution of tests among several processes (`make test`): files stay whole, and long ones begin."""
 
 import gc
 import os

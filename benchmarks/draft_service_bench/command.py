@@ -29,7 +29,7 @@ _incarnations = itertools.count(1)
 
 
 def run(arguments: list[str]) -> int:
-    """Measures and prints the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(prog="draft_service.py")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", default="160m", help="of the model on cuda: the embedded draft's target, widened")

@@ -103,7 +103,7 @@ class Session:
         return tokens
 
     def commit(self, tokens: list[int]) -> None:
-        """The target has chosen these."""
+        """Commit the tokens that the target has chosen."""
         self.length += len(tokens)
         self._ahead += tokens
         self._advance()

@@ -150,7 +150,7 @@ def _say(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serves, until standard input ends."""
+    """Serve until standard input ends."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     with ExitStack() as stack:

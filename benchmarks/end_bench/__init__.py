@@ -1,1 +1,1 @@
-"""What benchmarks/end_to_end.py runs."""
+"""Parts of benchmarks/end_to_end.py."""

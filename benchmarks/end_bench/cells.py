@@ -1,4 +1,4 @@
-"""What is measured: one cell is one way of serving under one load."""
+"""Cells of the benchmark: one cell is one way of serving under one load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTED = re.compile(r"(\d)\+(\d)")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Which workers serve, and where they stand.
+    """Workers of a service, and their placement on GPUs.
 
     Attributes:
         name: as `named` takes it.
@@ -107,7 +107,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is asked for; every attribute as the option of its name.
+    """Cells to measure; every attribute as the option of its name.
 
     Attributes:
         sessions, temperatures, modes: of the cells that are compared with each other.

@@ -63,7 +63,7 @@ class Run:
         return float("inf") if limit_s is None else self.began_s + limit_s - time.monotonic()
 
     def report(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the results for JSON."""
         return results.provenance("end_to_end.py", self.given) | {
             "machine": report.machine(self.arguments.device),
             "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
@@ -81,7 +81,7 @@ class Run:
 
 
 def main(given: Sequence[str]) -> int:
-    """Table on standard error, JSON on standard output; returns the exit code."""
+    """Print a table on standard error and JSON on standard output; return the exit code."""
     arguments = parse(given)
     console = Console(file=sys.stderr, width=180, highlight=False)
     run = Run(given=given, arguments=arguments, began_s=time.monotonic())
@@ -107,7 +107,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def measure(run: Run, console: Console) -> None:
-    """Starts everything, measures cell after cell, and stops it."""
+    """Start everything, measure cell after cell, and stop it."""
     arguments = run.arguments
 
     def say(text: str) -> None:
@@ -199,7 +199,7 @@ class Bench:
     prefilled: dict[Setup, int] = field(default_factory=dict)
 
     def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
-        """Measures one cell, after so many seconds of its load."""
+        """Measure one cell, after this many seconds of its load."""
         if self.services.links is not None:
             self.services.links.lengthen(cell.link, cell.added_ms)
         begin_s = time.monotonic() + _LEAD_S + warm_up_s
@@ -233,7 +233,7 @@ class Bench:
         return CellFigures.of(cell, driven, before, after, begin_s=load.begin_s, end_s=load.end_s)
 
     def _prefill(self, load: Load) -> float:
-        """Has the target see the first prompt of each session of a load once, and returns how long that took.
+        """Have the target see the first prompt of each session of a load once; return how long that took, in seconds.
 
         Else the first cell would pay for what the others find in the prefix cache.
         """

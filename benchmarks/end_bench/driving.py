@@ -31,7 +31,7 @@ _TRY_AGAIN_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one process drives. Times are of `time.monotonic`, which all processes of a machine share.
+    """Load that one process drives. Times are of `time.monotonic`, which all processes of a machine share.
 
     Attributes:
         endpoints: of the coordinators, which sessions are spread over.
@@ -59,7 +59,7 @@ class Load:
     end_s: float
 
     def options(self, session: int, count: int) -> GenerateOptions:
-        """Of a session's request after `count` others."""
+        """Return the options of a session's request after `count` others."""
         coordinators = len(self.endpoints)
         options: GenerateOptions = {
             "max_new_tokens": self.max_new_tokens,
@@ -84,7 +84,7 @@ class Round:
 
 @dataclass(kw_only=True)
 class Driven:
-    """What came in between begin and end.
+    """Tokens, times and answers that came between begin and end.
 
     Attributes:
         tokens: that came.
@@ -122,7 +122,7 @@ class Drivers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def drive(self, load: Load) -> list[Future[Driven]]:
-        """Spreads the sessions of `load`; the traced ones are all the first process's."""
+        """Spread the sessions of `load`; the traced ones are all the first process's."""
         count = min(self._processes, -(-load.sessions // self._each))
         sizes = [load.sessions // count + (number < load.sessions % count) for number in range(count)]
         return [
@@ -135,7 +135,7 @@ class Drivers:
 
 
 def drive(load: Load) -> Driven:
-    """Runs the sessions of `load` until its end."""
+    """Run the sessions of `load` until its end."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_drive(load))
 
@@ -189,5 +189,5 @@ def _answers(load: Load, number: int, result: GenerationOutput) -> list[Answer]:
 
 
 def _nothing() -> None:
-    """Makes a process import this module."""
+    """Make a process import this module."""
     time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What a cell's numbers are made of.
+"""Figures of cells, from rounds and answers.
 
     exposed     of a round, the time between two results less the target's own step: what is not hidden behind it
     busy        the target's steps as a share of the time
@@ -27,7 +27,7 @@ _MS, _S = 1e6, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """Of the rounds of one target; medians but for the shares.
+    """Figures of the rounds of one target; medians but for the shares.
 
     Attributes:
         rounds: that were seen.
@@ -50,7 +50,7 @@ class RoundFigures:
 
     @classmethod
     def of(cls, requests: Iterable[Sequence[Round]], *, begin_s: float, end_s: float) -> RoundFigures | None:
-        """Those whose results came in between; None where there are none."""
+        """Return the figures of rounds whose results came in between; None if there are none."""
         by_step: dict[int, Round] = {}
         joined: set[int] = set()
         for rounds in requests:
@@ -78,7 +78,7 @@ class RoundFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What the coordinators of a setup have counted since they began, summed.
+    """Sums of the counters of a setup's coordinators since they began.
 
     Attributes:
         verified: verifications of a session.
@@ -209,7 +209,7 @@ def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
 
 
 def as_dicts(cells: Sequence[CellFigures], *, scale_to: float | None = None) -> list[dict[str, Any]]:
-    """For JSON: flat, each with its speed-up.
+    """Return flat dicts for JSON, each with its speed-up.
 
     Args:
         cells: that were measured.
@@ -228,7 +228,7 @@ def as_dicts(cells: Sequence[CellFigures], *, scale_to: float | None = None) -> 
 
 
 def categories_as_dicts(cells: Sequence[CellFigures]) -> list[dict[str, Any]]:
-    """For JSON: a row for each category of each cell."""
+    """Return rows for JSON, one for each category of each cell."""
     return [
         {
             "setup": one.cell.setup.name,

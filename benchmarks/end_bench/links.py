@@ -37,7 +37,7 @@ class Links:
         self._loop.close()
 
     def add(self, role: str) -> list[str]:
-        """Start the proxy of a worker; returns the worker's options: where it listens, and where it is dialled."""
+        """Start the proxy of a worker; return the worker's options: where it listens, and where it is dialled."""
         port = free_port(LISTENING)
         proxy = Proxy((LISTENING, port), listen=(PROXIED, port))
         self._proxies.append((role, proxy))

@@ -13,7 +13,7 @@ from benchmarks.end_bench.services import ServiceOptions
 
 
 def service_options(arguments: argparse.Namespace, *, setups: int, most_s: float) -> ServiceOptions:
-    """How the roles of so many setups are started, which may take no longer than `most_s`."""
+    """Return the options that the roles of all setups are started with, which may take no longer than `most_s`."""
     # One more where prompts arrive beside the others.
     most = max(arguments.sessions) + bool(arguments.arriving)
     # Each coordinator leaves a worker's last places to the others, one for each of them.

@@ -63,7 +63,7 @@ def places_of(setup: Setup, *, target_gpus: int = 1) -> list[Place]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """How roles are started.
+    """Options that roles are started with.
 
     Attributes:
         target, draft: checkpoint folders; None for the embedded models.
@@ -142,7 +142,7 @@ class Services:
             stop_all(list(self._roles.values()))
 
     def check_alive(self) -> None:
-        """Tells of a process that has ended.
+        """Raise if a process has ended.
 
         Raises:
             WorkerUnavailable: one has, with its last lines.

@@ -1,4 +1,4 @@
-"""What benchmarks/chaos.py does: the requests without faults, then under faults, then the comparison."""
+"""Command of benchmarks/chaos.py: the requests without faults, then under faults, then the comparison."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
 
 
 def main(given: Sequence[str]) -> int:
-    """Table on standard output, progress on standard error; returns the exit code."""
+    """Print a table on standard output and progress on standard error; return the exit code."""
     arguments = parse(given)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def console() -> Console:
-    """Of standard output; as wide as the table where it is no terminal."""
+    """Return a console on standard output; as wide as the table where it is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH)
 
 

@@ -1,4 +1,4 @@
-"""What every role holds when nothing is going on: it has to be the same before the faults and after them."""
+"""Gauges of what every idle role holds, which must be equal before the faults and after them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LIVING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gauges:
-    """Of one role, at one time.
+    """Gauges of one role, at one time.
 
     Attributes:
         counts: sessions, slots, tasks, threads, descriptors, and objects by their type.
@@ -84,7 +84,7 @@ async def read_gauges(cluster: Cluster) -> dict[str, Gauges]:
 
 
 def differences(before: Mapping[str, Gauges], after: Mapping[str, Gauges]) -> list[str]:
-    """What is not as it was, in words."""
+    """Return the differences between two readings, in words."""
     found = []
     for name, start in before.items():
         end = after[name]
@@ -99,12 +99,12 @@ def differences(before: Mapping[str, Gauges], after: Mapping[str, Gauges]) -> li
 
 
 def memory_growth(before: Mapping[str, Gauges], after: Mapping[str, Gauges]) -> dict[str, float]:
-    """Of every role, its memory now as a part of what it was."""
+    """Return every role's memory now as a multiple of what it was."""
     return {name: after[name].resident_bytes / start.resident_bytes for name, start in before.items()}
 
 
 async def until_equal(cluster: Cluster, before: Mapping[str, Gauges], *, timeout_s: float) -> list[str]:
-    """Waits until everything is as it was; returns what is not by then."""
+    """Wait until everything is as it was; return what is not by then."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = differences(before, await read_gauges(cluster))
@@ -114,7 +114,7 @@ async def until_equal(cluster: Cluster, before: Mapping[str, Gauges], *, timeout
 
 
 async def settled_gauges(cluster: Cluster, *, timeout_s: float) -> dict[str, Gauges]:
-    """Waits until several readings in a row are alike and no session is left; readings that stay unlike will do.
+    """Wait until several readings in a row are alike and no session is left; readings that stay unlike will do.
 
     Raises:
         TimeoutError: there is still a session, a slot or a request somewhere.
@@ -150,7 +150,7 @@ async def _ask(role: Role) -> dict:
 
 
 def _descriptors(pid: int) -> dict[str, int]:
-    """How many of each kind."""
+    """Return the number of a process's descriptors by kind."""
     peers = _peers(pid)
     counts: dict[str, int] = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -166,7 +166,7 @@ def _descriptors(pid: int) -> dict[str, int]:
 
 
 def _peers(pid: int) -> dict[str, str]:
-    """Of every TCP socket's inode, which port of ours it belongs to."""
+    """Return the port that every TCP socket belongs to, by inode."""
     peers = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

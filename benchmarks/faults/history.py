@@ -1,4 +1,4 @@
-"""What a client was told, and the invariant it is held against.
+"""History of what a client received, and the invariant that it is checked against.
 
     per request and choice: the deltas, one after the other, are the output of the run without faults
     offsets, of tokens and of text, are contiguous: nothing comes twice, nothing is left out
@@ -18,7 +18,7 @@ from enum import Enum
 
 
 class Fault(Enum):
-    """What is wrong with a history."""
+    """Kind of violation in a history."""
 
     DOUBLED = "doubled"
     LOST = "lost"
@@ -109,12 +109,12 @@ class History:
 
     @property
     def ended_s(self) -> float:
-        """When its last event came."""
+        """Time of the last event."""
         return self.events[-1].at_s if self.events else self.began_s
 
     @property
     def end(self) -> Ended | None:
-        """Its terminal event."""
+        """Terminal event, if one came."""
         return next((event for event in self.events if isinstance(event, Ended)), None)
 
     def longest_silence_s(self, from_s: float, to_s: float) -> float:
@@ -137,7 +137,7 @@ class Violation:
 
 
 def violations_of(history: History, wanted: Sequence[ChoiceWanted]) -> list[Violation]:
-    """Where a history breaks the invariant; empty where it holds.
+    """Return a history's violations of the invariant; empty if it holds.
 
     Args:
         wanted: the choices of the run without faults.

@@ -55,12 +55,12 @@ class Script:
 
     @property
     def choices(self) -> int:
-        """How many outputs it has."""
+        """Number of outputs."""
         return self.options.get("n") or 1
 
 
 class Habit(Enum):
-    """What a client does with its stream."""
+    """Behaviour of a client towards its stream."""
 
     LIBRARY = "library"
     WIRE = "wire"
@@ -102,7 +102,7 @@ def make_scripts(count: int, *, seed: int, longest: int = 160) -> list[Script]:
 async def without_faults(
     endpoint: str, scripts: Sequence[Script], *, at_once: int = 4
 ) -> dict[str, list[ChoiceWanted]]:
-    """What the scripts' outputs are: each through the target alone, speculation off."""
+    """Return the scripts' outputs, each through the target alone, speculation off."""
     gate = asyncio.Semaphore(at_once)
 
     async def run(client: AsyncClient, script: Script) -> list[ChoiceWanted]:
@@ -148,7 +148,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._ask_again(number)) for number in range(clients)]
 
     async def until_asked(self, count: int = 1) -> None:
-        """Waits until so many requests have begun; before the first, every client has been served once.
+        """Wait until this many requests have begun; before the first, every client has been served once.
 
         Raises what a client has failed with, if one has.
         """
@@ -159,7 +159,7 @@ class Load:
             await asyncio.sleep(_LOOK_S)
 
     async def stop(self) -> None:
-        """Lets the requests that run come to their end, and begins no more."""
+        """Let the running requests end, and begin no more."""
         self._is_stopping = True
         await asyncio.gather(*self._tasks)
 

@@ -41,7 +41,7 @@ _SHOWN_LOG_BYTES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What is started.
+    """Roles to start, and their options.
 
     Attributes:
         targets, drafts, coordinators: how many.
@@ -66,7 +66,7 @@ class ClusterOptions:
 
 
 class LogPipe:
-    """What a role's stderr is: a pipe that is drained into a file, or for a while is full and drained by nobody."""
+    """Pipe of a role's stderr: drained into a file, or for a while full and drained by nobody."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -76,11 +76,11 @@ class LogPipe:
         self.drain()
 
     def drain(self) -> None:
-        """Reads from now on."""
+        """Drain the pipe from now on."""
         asyncio.get_running_loop().add_reader(self._reading, self._take)
 
     def block(self) -> None:
-        """Reads no more, and leaves no room for a single byte."""
+        """Read no more, and leave no room for a single byte."""
         asyncio.get_running_loop().remove_reader(self._reading)
         # A description of its own: the role's end has to go on blocking, which is the fault.
         filling = os.open(f"/proc/self/fd/{self.writing}", os.O_WRONLY | os.O_NONBLOCK)
@@ -90,7 +90,7 @@ class LogPipe:
         os.close(filling)
 
     def close(self) -> None:
-        """Takes what is left."""
+        """Read what is left, and close."""
         asyncio.get_running_loop().remove_reader(self._reading)
         self._take()
         os.close(self._reading)
@@ -141,13 +141,13 @@ class Role:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Id of the role's process."""
         assert self.process is not None
         return self.process.process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a process that is neither ended nor frozen."""
+        """True if there is a process that is neither ended nor frozen."""
         return self.process is not None and self.process.is_running and not self.is_frozen
 
     def last_words(self) -> str:
@@ -155,7 +155,7 @@ class Role:
         return self.log_path.read_bytes()[-_SHOWN_LOG_BYTES:].decode("utf-8", errors="replace")
 
     def disturb(self, conditions: Conditions, *, links: Sequence[str] = ()) -> list[Proxy]:
-        """Sets the conditions of its links, or of those whose names begin so; returns the proxies.
+        """Set the conditions of its links, or of those whose names begin so; return the proxies.
 
         A link that suffers already, from a fault of the role at its other end, is left as it is.
         """
@@ -169,7 +169,7 @@ class Role:
         return hit
 
     def reset(self) -> int:
-        """Resets all connections of all its links."""
+        """Reset all connections of all its links."""
         return sum(proxy.reset() for proxy in self.links.values())
 
 
@@ -190,7 +190,7 @@ class Cluster:
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Starts everything; returns when every worker serves at every coordinator."""
+        """Start everything; return when every worker serves at every coordinator."""
         options = self.options
         for number in range(options.coordinators):
             role = await self._add(f"coordinator-{number}", options.coordinator_args)
@@ -239,11 +239,11 @@ class Cluster:
         return await self._stack.enter_async_context(proxy)
 
     def of_kind(self, kind: str) -> list[Role]:
-        """Its roles."""
+        """Return the roles of a kind."""
         return [role for role in self.roles.values() if role.kind == kind]
 
     async def launch(self, name: str, *, open_pause_s: float = 0.0) -> None:
-        """Starts a role's process; returns when it says that it serves.
+        """Start a role's process; return when it says that it serves.
 
         Args:
             open_pause_s: what opening a file of its model takes: a slow disk.
@@ -271,7 +271,7 @@ class Cluster:
             role.is_starting = False
 
     async def kill(self, name: str, number: int = signal.SIGKILL) -> int:
-        """Ends a role's process; returns its exit code."""
+        """End a role's process; return its exit code."""
         role = self.roles[name]
         process, role.process, role.is_frozen = role.process, None, False
         assert process is not None
@@ -281,12 +281,12 @@ class Cluster:
         return code
 
     def freeze(self, name: str) -> None:
-        """Stops a role's process where it is: its connections stay, and nothing comes any more."""
+        """Stop a role's process where it is: its connections stay, and nothing comes any more."""
         os.kill(self.roles[name].pid, signal.SIGSTOP)
         self.roles[name].is_frozen = True
 
     def thaw(self, name: str) -> None:
-        """Lets it go on."""
+        """Let a frozen role go on."""
         os.kill(self.roles[name].pid, signal.SIGCONT)
         self.roles[name].is_frozen = False
 
@@ -295,7 +295,7 @@ class Cluster:
         return await self._direct[coordinator].server_info()
 
     async def missing(self, served: Collection[str]) -> list[str]:
-        """Which worker is not in such a state at which coordinator; frozen coordinators are not asked."""
+        """Return the workers that are not in one of these states, by coordinator; frozen coordinators are not asked."""
         lacking = [role.name for role in self.roles.values() if not role.is_running]
         workers = [role for role in self.roles.values() if role.kind != "coordinator"]
         for coordinator in self.of_kind("coordinator"):
@@ -321,7 +321,7 @@ class Cluster:
         suffering: Callable[[], Collection[str]] = tuple,
         served: Collection[str] = ("serving", "quarantined"),
     ) -> None:
-        """Waits until all workers, or that role alone, are back at all coordinators that run.
+        """Wait until all workers, or that role alone, are back at all coordinators that run.
 
         Args:
             about: the role.
@@ -343,7 +343,7 @@ class Cluster:
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """Ends every process, whatever state it is in."""
+        """End every process, whatever state it is in."""
         processes = [role.process for role in self.roles.values() if role.process is not None]
         for process in processes:
             if process.is_running:

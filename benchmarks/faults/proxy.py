@@ -26,7 +26,7 @@ _WAITING_CHUNKS = 64
 
 
 class Direction(Enum):
-    """Of bytes: towards the server, or back."""
+    """Direction of bytes: towards the server, or back."""
 
     UP = "up"
     DOWN = "down"
@@ -39,7 +39,7 @@ _Waiting = tuple[float, bytes | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How a link is; the default does nothing.
+    """Conditions of a link; the default changes nothing.
 
     Attributes:
         delay_s: every byte takes longer, each way.
@@ -99,7 +99,7 @@ class Proxy:
 
     @property
     def conditions(self) -> Conditions:
-        """How the link is; what is under way feels a change at once."""
+        """Conditions of the link; a change applies to bytes under way, too."""
         return self._conditions
 
     @conditions.setter
@@ -109,23 +109,23 @@ class Proxy:
         self._changed = asyncio.Event()
 
     def reset(self) -> int:
-        """Resets all connections; how many there were."""
+        """Reset all connections; return how many there were."""
         connections = list(self._connections)
         for connection in connections:
             connection.reset()
         return len(connections)
 
     async def until(self, condition: Callable[[Conditions], bool]) -> None:
-        """Waits for conditions such as these."""
+        """Wait for conditions such as these."""
         while not condition(self._conditions):
             await self._changed.wait()
 
     async def start(self) -> None:
-        """Begins to listen."""
+        """Begin to listen."""
         self._server = await asyncio.start_server(self._accept, *self._listen)
 
     async def close(self) -> None:
-        """Resets all connections and listens no more."""
+        """Reset all connections and listen no more."""
         if self._server is not None:
             self._server.close()
         for task in self._connections.values():

@@ -1,4 +1,4 @@
-"""What a fault run found: a table of its faults, and every way in which the invariant broke."""
+"""Report of a fault run: a table of its faults, and every violation of the invariant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 30
 
 @dataclass(kw_only=True)
 class Report:
-    """Of one run.
+    """Report of one run.
 
     Attributes:
         seed: with it the same faults can be had again.
@@ -72,7 +72,7 @@ class Report:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the report for a JSON file."""
         return {
             "seed": self.seed,
             "command": self.command,
@@ -179,7 +179,7 @@ def _is_bad(outcome: Outcome) -> bool:
 
 
 def _resumed_in(history: History, outcome: Outcome) -> bool:
-    """Whether it was resumed on account of this fault, as far as times can tell."""
+    """Return True if a request was resumed because of this fault, as far as times can tell."""
     breaks = [event.at_s for event in history.events if isinstance(event, Broken)]
     if history.resumes and not breaks:
         # The library does not say when.

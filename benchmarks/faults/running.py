@@ -21,7 +21,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a fault.
+    """Outcome of a fault.
 
     Attributes:
         began_s, lifted_s: by the monotonic clock; a kill is lifted when its role's new process serves.
@@ -106,7 +106,7 @@ class FaultRun:
         )
 
     async def _disturb(self, fault: PlannedFault) -> bool:
-        """From its beginning to its end; whether there was anything to hurt."""
+        """Carry out a fault from its beginning to its end; return whether there was anything to hurt."""
         cluster, role = self._cluster, self._cluster.roles[fault.role]
         if fault.kind in ENDS_PROCESS:
             await cluster.kill(role.name)
@@ -137,7 +137,7 @@ class FaultRun:
         return [name for name, lock in self._hit.items() if lock.locked() and name != role]
 
     async def _restart_crashed(self) -> None:
-        """What whoever runs the roles would do, and a note that it had to."""
+        """Restart roles that have crashed, as their operator would, and note the crash."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for role in self._cluster.roles.values():

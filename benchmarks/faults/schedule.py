@@ -1,4 +1,4 @@
-"""Which fault comes when, to whom and for how long: drawn from a seed, so that a run can be had again."""
+"""Schedule of faults by time, role and duration: drawn from a seed, so that a run can be repeated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.faults.proxy import BOTH, Conditions, Direction
 
 
 class FaultKind(Enum):
-    """What happens to a role, or to its links."""
+    """Kind of fault of a role, or of its links."""
 
     KILL = "SIGKILL"
     FREEZE = "SIGSTOP"

@@ -24,7 +24,7 @@ _SMALLEST_LIMIT = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How a call ended.
+    """End of a call.
 
     Attributes:
         code: its status; OK also where this side hung up on a stream that has no end.
@@ -46,7 +46,7 @@ async def call(
     linger_s: float = 0.0,
     timeout_s: float = CALL_S,
 ) -> Answer:
-    """Sends the payloads as they are.
+    """Send the payloads as they are.
 
     Args:
         most_responses: of a stream without an end.
@@ -122,7 +122,7 @@ class Target:
     linger_s: float = 0.0
 
     def conversations(self, seed: int) -> Iterator[list[bytes]]:
-        """What to send, for ever: correct messages with one or two among them that are not."""
+        """Yield conversations without end: correct messages with one or two incorrect ones among them."""
         fuzzer = MessageFuzzer(_class_of(self.method), seed=f"{self.method.full_name} {seed}")
         for number in itertools.count():
             given = self.examples(number)
@@ -134,7 +134,7 @@ class Target:
             yield payloads
 
     def check(self, payloads: Sequence[bytes], answer: Answer) -> None:
-        """Whether the answer is right for these bytes.
+        """Check that the answer is right for these bytes.
 
         Raises:
             AssertionError: it is not, with what it is.

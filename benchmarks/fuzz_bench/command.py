@@ -19,7 +19,7 @@ _SHOWN_BYTES = 400
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Prints a line for each service; 1 where anything was wrong."""
+    """Print a line for each service; return 1 if anything was wrong."""
     everything = [*SERVICES, *(kind.name for kind in EVIL_KINDS), LEASE_KIND]
     parser = argparse.ArgumentParser(prog="fuzz.py")
     parser.add_argument("--messages", type=int, default=1000, help="at each service")

@@ -51,7 +51,7 @@ class EvilCoordinator:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Its address."""
+        """Serve while the block runs, and yield the address."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         handler = grpc.stream_stream_rpc_method_handler(self._register)
         server.add_generic_rpc_handlers(
@@ -99,7 +99,7 @@ class EvilCoordinator:
 
 
 async def fuzz_leases(messages: int, *, seed: int) -> Outcome:
-    """Keeps one worker registered with several of them until they have sent so many."""
+    """Keep one worker registered with several evil coordinators until they have sent `messages` messages."""
     outcome, began, tasks = Outcome(service=LEASE_KIND), time.monotonic(), len(asyncio.all_tasks())
     coordinators = [EvilCoordinator(f"{seed} {number}") for number in range(_COORDINATORS)]
 
@@ -142,7 +142,7 @@ async def fuzz_leases(messages: int, *, seed: int) -> Outcome:
 
 
 async def _registered(registrar: Registrar) -> bool:
-    """Whether every lease comes to be held."""
+    """Return True if every lease is held within a time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_RETURN_S):
             while not all(registration.holds_lease for registration, _ in registrar._held.values()):  # noqa: ASYNC110

@@ -34,7 +34,7 @@ _ROUND_S = 0.003
 
 @dataclass(frozen=True, kw_only=True)
 class EvilKind:
-    """What is fuzzed.
+    """Kind of messages to fuzz.
 
     Attributes:
         name: of the message.
@@ -50,7 +50,7 @@ class EvilKind:
 
     @property
     def has_target(self) -> bool:
-        """Whether there is an honest target."""
+        """True if there is an honest target."""
         return not self.is_target
 
 
@@ -67,7 +67,7 @@ EVIL_KINDS = (
 
 
 class EvilMessages:
-    """What all evil workers of a run send, so that they stop together.
+    """Messages of all evil workers of a run, which therefore stop together.
 
     Attributes:
         kind: of the messages.
@@ -81,7 +81,7 @@ class EvilMessages:
         self._fuzzer = MessageFuzzer(kind.message_type, seed=seed)
 
     def turns(self) -> Iterator[bool]:
-        """Of each message of a stream, whether it is evil: a few at first are not, then every other one is."""
+        """Yield for each message of a stream whether it is evil: a few at first are not, then every other one is."""
         yield from [False] * self._fuzzer.random.choice((0, 0, 1, 2))
         while True:
             yield self._fuzzer.random.random() >= 0.5
@@ -107,7 +107,7 @@ class EvilWorker:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Listens, and keeps registering."""
+        """Listen, and keep registering."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         service, method = ("TargetService", "Verify") if self._is_target else ("DraftService", "Speculate")
         handler = grpc.stream_stream_rpc_method_handler(self._verify if self._is_target else self._speculate)
@@ -179,7 +179,7 @@ class EvilWorker:
 
 
 def evil_request(number: int, kind: EvilKind) -> bytes:
-    """What is asked while the worker is evil; even and odd ones are always the same, but for how they speculate."""
+    """Return a request to send meanwhile; all even ones are equal, and all odd ones, but for speculation."""
     sync = number % 3 == 0
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=PROMPT),

@@ -1,4 +1,4 @@
-"""What workers answer that play by the rules: the messages that evil ones begin with.
+"""Messages of workers that keep to the protocol, which evil ones start from.
 
 The target decodes plainly, with any tokens; the draft answers every opening and every commit with two nodes, and sends
 its tree again where it is asked for it.
@@ -15,7 +15,7 @@ _SLOTS = 100
 
 
 def introduction(number: int, *, address: str, is_target: bool, tokenizer_hash: str) -> registry_pb2.WorkerReport:
-    """Of a worker that has not been lost before."""
+    """Return the introduction of a worker that has not been lost before."""
     return registry_pb2.WorkerReport(
         introduction=registry_pb2.WorkerIntroduction(
             worker_id=f"evil-{number}",
@@ -32,7 +32,7 @@ def introduction(number: int, *, address: str, is_target: bool, tokenizer_hash: 
 
 
 def heartbeat(number: int) -> registry_pb2.WorkerReport:
-    """Of a worker at work, with everything that a draft reports."""
+    """Return the heartbeat of a worker at work, with everything that a draft reports."""
     load = common_pb2.WorkerLoad(sessions=1, slots_used=7, slots_total=_SLOTS, steps=number, busy=0.5, step_age_ms=3)
     load.calibration.edges = floats_to_bytes([0.5])
     load.calibration.rules.add(

@@ -173,7 +173,7 @@ class MessageFuzzer:
         return bytes(flipped)
 
     def _tail(self, others: Sequence[bytes]) -> bytes:
-        """What must not follow a message."""
+        """Return bytes that must not follow a message."""
         number = self.random.randrange(1, 15)
         broken = self.random.choice(_BROKEN_UTF8)
         return self.random.choice(

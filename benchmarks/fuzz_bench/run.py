@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of a run.
+    """Outcome of a run.
 
     Attributes:
         codes: how many calls ended with each status.
@@ -75,7 +75,7 @@ class Outcome:
 async def fuzz(
     served: TinyService, service: str, *, messages: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Sends so many fuzzed conversations to one service of a whole one.
+    """Send fuzzed conversations to one service of a running deployment.
 
     Args:
         service: one of `services.SERVICES`.
@@ -87,7 +87,7 @@ async def fuzz(
 async def fuzz_answers(
     folder: Path, kind: EvilKind, *, messages: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Lets workers answer a coordinator with fuzzed messages until they have sent so many."""
+    """Let workers answer a coordinator with fuzzed messages until they have sent `messages`."""
     roles = () if kind.is_target else ("target",)
     async with tiny_service(folder, roles=roles, **_PATIENT) as served:
         return await _AnswersRun(served, kind, seed, say).run(messages)

@@ -63,7 +63,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def fill_caches() -> None:
-    """What a process remembers beyond any request, up to its bounds: rows of noise, and kernels for products."""
+    """Fill what a process caches beyond any request, up to its bounds: rows of noise, and kernels for products."""
     for first in range(0, _NOISE_ROWS, _NOISE_AT_ONCE):
         positions = torch.arange(first, first + _NOISE_AT_ONCE)
         gumbel_noise_reference(torch.zeros_like(positions), positions, VOCAB_SIZE)
@@ -76,7 +76,7 @@ def fill_caches() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Gauges:
-    """What must be the same after quiet as before.
+    """Gauges that must be equal before and after the fuzzing.
 
     Attributes:
         sessions: of the coordinator, running, waiting or known.
@@ -116,7 +116,7 @@ class TinyService:
         self.addresses: dict[str, str] = {}
 
     async def start(self) -> None:
-        """Until all roles serve."""
+        """Start all roles, and wait until they serve."""
         await self.coordinator.start()
         address = self.addresses["coordinator"] = self.coordinator.address
         shared: dict[str, Any] = {
@@ -146,7 +146,7 @@ class TinyService:
         return sum(worker.state == "serving" for worker in self.coordinator.info().workers)
 
     def check_alive(self) -> None:
-        """That no role has ended.
+        """Check that no role has ended.
 
         Raises:
             RuntimeError: one has.
@@ -177,7 +177,7 @@ class TinyService:
         )
 
     async def quiet(self, wanted: Gauges) -> Gauges:
-        """The gauges once they are no more than these, or what they still are after a long wait."""
+        """Return the gauges once they are no more than these, or as they are after a long wait."""
         for _ in range(round(_QUIET_S / _POLL_S)):
             now = self.gauges()
             if not exceeded(now, wanted):
@@ -186,7 +186,7 @@ class TinyService:
         return self.gauges()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for it, as long as all roles run."""
+        """Wait for a condition, as long as all roles run."""
         async with asyncio.timeout(_START_S):
             while not condition():
                 self.check_alive()

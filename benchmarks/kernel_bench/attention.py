@@ -124,7 +124,7 @@ def _flashinfer_runs(
     batch: Any,
     mask: torch.Tensor,
 ) -> dict[str, Any]:
-    """Its mask over all keys, its causal kernel (another answer), and this repository's use of it in two passes."""
+    """Return FlashInfer's mask over all keys, its causal kernel (another answer), and this repository's two passes."""
     if flashinfer is None or shape.window:
         return {}
     from outrider.kernels.attention.flashinfer import tree_attention_flashinfer
@@ -161,7 +161,7 @@ def _flashinfer_runs(
 
 
 def _tree(nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which node sees which of a random tree, [n, n] bool, and the same as mask words, [n, W] int64."""
+    """Return the nodes that each node of a random tree sees, [n, n] bool, and the mask words of it, [n, W] int64."""
     sees = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         parent = int(torch.randint(max(0, node - _PARENT_REACH), node, ()))

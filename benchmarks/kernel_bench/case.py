@@ -1,4 +1,4 @@
-"""What the benchmark measures: an operator at a shape, what it is compared with, and what it must at least move."""
+"""Cases of the benchmark: an operator at a shape, alternatives to compare it with, and the least that it must move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the hardware reached in this run.
+    """Speeds that the hardware reached in this run.
 
     Attributes:
         name: of the device.
@@ -30,7 +30,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What an operator cannot do without.
+    """Least work of an operator.
 
     Attributes:
         bytes_moved: bytes that must come from memory or go there, each once.
@@ -45,7 +45,7 @@ class Work:
         return 1e6 * max(self.bytes_moved / machine.copy_bytes_per_s, self.flops / machine.flops_per_s)
 
     def bound(self, machine: Machine) -> str:
-        """Which of the two it is: "bytes" or "FLOPs"."""
+        """Return which of the two bounds the operator: "bytes" or "FLOPs"."""
         by_flops = self.flops / machine.flops_per_s > self.bytes_moved / machine.copy_bytes_per_s
         return "FLOPs" if by_flops else "bytes"
 

@@ -32,7 +32,7 @@ def all_cases() -> list[Case]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Tables on standard error, JSON on standard output or in a file; returns the exit code."""
+    """Print tables on standard error, and JSON on standard output or in a file; return the exit code."""
     options = _parse(arguments)
     console = Console(file=sys.stderr, width=max(Console(file=sys.stderr).width, 170))
     cases = [case for case in all_cases() if _is_wanted(case, options.only)]

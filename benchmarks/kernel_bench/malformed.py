@@ -256,7 +256,7 @@ def attention(make: Inputs) -> None:
 
 
 def step_kernels(make: Inputs) -> None:
-    """What a step runs beside attention: slot tables, norms, activations, products of odd sizes."""
+    """Run the kernels of a step beside attention: slot tables, norms, activations, products of odd sizes."""
     table = make.zeros(4, 60, dtype=torch.int32)
     gather_slot_rows(table, make.wild(5, below=4), make.wild(5, below=60), make.zeros(5, 70, dtype=torch.int32))
     store_positions(make.zeros(40, dtype=torch.int32), make.wild(50, below=40), make.integers(50, below=99).int())

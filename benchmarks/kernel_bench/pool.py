@@ -125,7 +125,7 @@ class PoolBench:
 
 
 def _grown_pool(sessions: int, drafts: bool, entries: int) -> Any:
-    """On a CPU: in each row a random tree some twelve deep; in a drafter's pool the older half of it has KV."""
+    """Return a pool on a CPU: in each row a random tree some twelve deep; in a drafter's the older half has KV."""
     from outrider.kernels.pool.columns import Pool, RowState
     from outrider.kernels.pool.graft import graft_reference
     from outrider.kernels.pool.records import Records
@@ -255,7 +255,7 @@ def run_select(bench: PoolBench) -> Run:
 
 
 def run_pack(bench: PoolBench) -> Run:
-    """What the bench has selected."""
+    """Return a run that packs the bench's selection."""
     from outrider.kernels.pool.pack import pack
 
     return lambda: pack(bench.pool, bench.selection, bench.packed)

@@ -59,7 +59,7 @@ class Row:
         return None if self.first.flashinfer_us is None else self.first.flashinfer_us / self.first.ours_us
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, the ratios included."""
+        """Return the row for JSON, with its ratios."""
         return {**asdict(self), "over_floor": self.over_floor, "flashinfer_over_ours": self.flashinfer_over_ours}
 
 

@@ -21,7 +21,7 @@ _COUNTED, _BIASED = 1000, 100
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """Which filters every row of a case has."""
+    """Filters of every row of a case."""
 
     name: str
     top_k: int = 0

@@ -1,4 +1,4 @@
-"""What each operator should reach on an H200, the candidate pool's on an H100: the one place where it is written."""
+"""Targets of each operator on an H200, of the candidate pool's on an H100: the one place where they are written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Target:
     def is_met(
         self, ours_us: float, *, floor_us: float, flashinfer_us: float | None, beside_us: Mapping[str, float]
     ) -> bool | None:
-        """Whether `ours_us` is within the limit; None where that hangs on something that was not measured."""
+        """Return True if `ours_us` is within the limit; None if that depends on something that was not measured."""
         limits: list[float | None] = [self.microseconds] if self.microseconds is not None else []
         if self.times_floor is not None:
             limits.append(self.times_floor * floor_us)

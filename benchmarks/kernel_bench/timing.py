@@ -1,4 +1,4 @@
-"""How long an operator takes: what it adds to a CUDA graph whose L2 cache is cold.
+"""Time of an operator: what it adds to a CUDA graph whose L2 cache is cold.
 
 Two graphs are replayed in turns: one restores what the operator changes, if it changes something, and reads a buffer
 larger than the L2 cache, n times; the other does so too and runs the operator after each read. The difference, divided
@@ -90,7 +90,7 @@ def time_eagerly_us(run: Run, *, repeats: int) -> float:
 
 
 def measure_machine(timer: GraphTimer) -> Machine:
-    """What this device copies and multiplies, and what its smallest kernel takes."""
+    """Measure how fast this device copies and multiplies, and the time of its smallest kernel."""
     device = timer.device
     # By a kernel: a copy of this size from one tensor to another is a memcpy node in a graph, which reached 2.8 TB/s
     # where kernels reach 4.2.

@@ -37,7 +37,7 @@ _NEEDS_CUDA, _FAILED = 2, 1
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Tables on standard error, JSON on standard output or in a file; returns the exit code."""
+    """Print tables on standard error, and JSON on standard output or in a file; return the exit code."""
     options = _parse(arguments)
     console = Console(file=sys.stderr, width=150)
     most = max(ranks for _, ranks in options.models)

@@ -30,7 +30,7 @@ class RandomWeights:
     shapes: dict[str, tuple[int, ...]]
 
     def __call__(self, name: str) -> torch.Tensor:
-        """On the process's current GPU."""
+        """Return random weights on the process's current GPU."""
         return random_weight(name, self.shapes[name], torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -74,7 +74,7 @@ class BenchModel:
         return cls(shape, folder, DecoderSpec.of(config, folder))
 
     def source(self) -> FunctionSource:
-        """Of the weights; can be pickled."""
+        """Return the source of the weights, which can be pickled."""
         return FunctionSource(RandomWeights(tensor_shapes(self.spec)), f"random weights of the {self.name} shape")
 
     def read_bytes(self, dtype: torch.dtype, ranks: int) -> int:

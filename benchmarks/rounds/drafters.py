@@ -73,12 +73,12 @@ class ReplayDrafter:
         self._chances[number] = random.Random(sampling.seed)
 
     def commit(self, number: int, tokens: Sequence[int], now_ns: int) -> None:
-        """The target has committed these tokens."""
+        """Note the tokens that the target has committed."""
         self._lengths[number] += len(tokens)
         self._due.append((now_ns + round(1e6 * self._options.delay_ms), number, self._lengths[number]))
 
     def close(self, number: int) -> None:
-        """The session is over."""
+        """End the session."""
         self._lengths.pop(number, None)
 
     def take(self, now_ns: int) -> Grown | None:

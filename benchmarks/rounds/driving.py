@@ -179,7 +179,7 @@ class Recorder(RoundObserver):
         self.begin("read")
 
     def begin_generation(self) -> None:
-        """Other sessions are opened."""
+        """Start a new set of records: other sessions are opened."""
         self.generation += 1
         self.measures = False
         self.spans.clear()

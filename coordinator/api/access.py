@@ -1,4 +1,4 @@
-"""Who may use the public door, and how much: tokens, and for each a rate of requests, choices at a time, output tokens.
+"""Access to the public API: tokens, and per token limits of requests, concurrent choices and output tokens.
 
     level(t) = min(limit, level(t') + limit / 60 s * (t - t'))     of requests and of output tokens, full at first
 
@@ -51,7 +51,7 @@ class _Level:
         return 0.0 if self._level >= 1 else (1 - self._level) * _MINUTE_S / self._limit
 
     def take(self, amount: float) -> None:
-        """Takes whatever is asked for, down below zero."""
+        """Take an amount, even below zero."""
         self._level -= amount
 
 
@@ -76,7 +76,7 @@ class Caller:
 
     @contextlib.contextmanager
     def admitted(self, request_id: str, choices: int) -> Iterator[None]:
-        """Holds the places of a request while it lasts; one that takes over another of its id shares its places.
+        """Hold the places of a request while it lasts; one that takes over another of its id shares its places.
 
         Raises:
             Overloaded: a limit is reached; nothing was taken.
@@ -108,7 +108,7 @@ class Caller:
             self._watches -= 1
 
     def note_output(self, tokens: int) -> None:
-        """So many output tokens were emitted."""
+        """Count emitted output tokens."""
         self._tokens.take(tokens)
 
     def _check(self, request_id: str, choices: int) -> None:
@@ -149,7 +149,7 @@ class Access:
             logger.warning("%s holds no token: nobody may call (outrider token new makes one)", token_file)
 
     def caller(self, context: Any) -> Caller:
-        """Who makes this call.
+        """Return the caller of a call.
 
         Raises:
             Unauthenticated: it shows no token, or one that is not known.
@@ -164,7 +164,7 @@ class Access:
         return self.caller_with(token)
 
     def caller_with(self, token: str | None) -> Caller:
-        """Who has this token; everybody, where no tokens are asked for.
+        """Return the caller with this token; the anonymous one if no tokens are configured.
 
         Raises:
             Unauthenticated: it is missing, or not known.
@@ -188,7 +188,7 @@ class Access:
         return Unauthenticated(advice)
 
     def knows_token(self, metadata: Any) -> bool:
-        """Whether a call's metadata holds a good token."""
+        """Return True if a call's metadata has a valid token."""
         token = bearer_token(metadata)
         return token is not None and self._entry(token) is not None
 

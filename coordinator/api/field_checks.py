@@ -1,4 +1,4 @@
-"""What the checks of a request's fields share: wrong ones are collected, and named all at once."""
+"""Common checks of request fields; violations are collected and reported together."""
 
 import itertools
 import math
@@ -51,7 +51,7 @@ class FieldChecks:
         self.violations: list[FieldViolation] = []
 
     def wrong(self, field: str, description: str, *, code: str = "") -> None:
-        """A field is wrong, and what to change."""
+        """Note that a field is wrong, and what to change."""
         self.violations.append(FieldViolation(field, description, code))
 
     def number(self, name: str, default: float, needed: str, fits: Callable[[float], bool]) -> float:
@@ -84,7 +84,7 @@ class FieldChecks:
         return tuple(dict.fromkeys(token_ids))
 
     def is_too_long(self, field: str, entries: Sized, what: str) -> bool:
-        """Whether a list over the vocabulary has more entries than that."""
+        """Return True, and note a violation, if a list over the vocabulary has more entries than that."""
         most = self.model.vocab_size
         if len(entries) > most:
             self.wrong(field, f"{len(entries)} {what} given, at most {most} allowed: the vocabulary has no more")
@@ -104,7 +104,7 @@ class FieldChecks:
         self.wrong_entries(field, wrong, "token ids outside the vocabulary")
 
     def wrong_entries(self, field: str, wrong: Sequence[tuple[str, str]], what: str) -> None:
-        """Of many wrong entries (path, description) the first are named, and the others counted."""
+        """Report the first of many wrong entries (path, description) and the number of the rest."""
         for path, description in wrong[:_NAMED_ENTRIES]:
             self.wrong(path, description)
         if len(wrong) > _NAMED_ENTRIES:
@@ -112,7 +112,7 @@ class FieldChecks:
 
 
 def unknown_fields(request: Message) -> list[tuple[str, str]]:
-    """Where a request holds fields that this protocol does not have: (field, what to change).
+    """Return fields unknown to this protocol, as (field, fix).
 
     A misspelt one would otherwise be left out in silence.
     """

@@ -188,7 +188,7 @@ class Generations:
             raise
 
     async def _seed_elsewhere(self, request: generation_pb2.GenerateRequest, key: tuple[str, str]) -> int | None:
-        """Of a request that is to be taken over from another coordinator; one that names no id is new."""
+        """Return the seed of a request to be taken over from another coordinator; None if none has it."""
         if 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS and key not in self.live:
             return await self._peers.find(key)
         return None
@@ -221,12 +221,12 @@ class Generations:
                 del waiting[asked]
 
     def seed_of(self, key: tuple[str, str]) -> int | None:
-        """Of a live request, by caller and id; None where there is none."""
+        """Return the seed of a live request by caller and id; None if there is none."""
         live = self.live.get(key)
         return None if live is None else live.request.sampling.seed
 
     async def abort(self, caller: Caller, request_ids: Iterable[str]) -> list[str]:
-        """Ends a caller's live requests, at whichever coordinator they run; returns the ids of those that were live."""
+        """End a caller's live requests, at whichever coordinator they run; return the ids of those that were live."""
         asked, reason = list(dict.fromkeys(request_ids)), "it was aborted"
         ended = {request_id for request_id in asked if self.end((caller.name, request_id), reason)}
         others = [request_id for request_id in asked if request_id not in ended]
@@ -235,7 +235,7 @@ class Generations:
         return [request_id for request_id in asked if request_id in ended]
 
     def end(self, key: tuple[str, str], reason: str) -> bool:
-        """Ends a live request here, by caller and id; False where there is none."""
+        """End a live request here, by caller and id; return False if there is none."""
         live = self.live.pop(key, None)
         if live is not None:
             live.abort(Superseded(f"request {key[1]} ended: {reason}"))
@@ -243,5 +243,5 @@ class Generations:
 
 
 def _told(request_id: str) -> str:
-    """As logs and traces have it, also of a request that is refused for it: no lines of its own, and no megabytes."""
+    """Escape and shorten a request id for logs and traces."""
     return ascii(request_id[:MAX_REQUEST_ID_CHARS])[1:-1]

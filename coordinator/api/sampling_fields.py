@@ -28,7 +28,7 @@ def sampling_spec(
     seed: int,
     allow_synthetic: bool,
 ) -> SamplingSpec:
-    """Its sampling parameters, defaults filled in, with the rule that drafts are judged by and the output's grammar."""
+    """Return a request's sampling parameters with defaults, verification rule and grammar."""
     params = fields.params
     temperature = fields.number("temperature", 0.0, "a finite number, 0 (greedy) or more", lambda x: x >= 0)
     top_k = params.top_k if params.HasField("top_k") else 0

@@ -46,7 +46,7 @@ class GenerationServicer:
         self.access = access or Access()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server."""
+        """Add the service to a server."""
         request_decoding.add_service(self, SERVICE, server)
 
     async def Generate(  # noqa: N802 the protocol's name
@@ -75,7 +75,7 @@ class GenerationServicer:
     async def Abort(  # noqa: N802
         self, request: generation_pb2.AbortRequest, context: Any
     ) -> generation_pb2.AbortResponse:
-        """Ends live requests; ids that are not live are left out of the answer."""
+        """End live requests; ids that are not live are left out of the answer."""
         await abort_unless_known(request, context)
         try:
             caller = self.access.caller(context)

@@ -1,4 +1,4 @@
-"""How a request asks to be speculated for, and verified."""
+"""Checks of a request's speculation and verification fields."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _KNOWN_SOURCES = " or ".join(f"{source.value} ({source.word})" for source in Gro
 def speculation(
     fields: FieldChecks, given: generation_pb2.SpeculationParams, limits: RequestLimits
 ) -> tuple[SpeculationMode, int, int]:
-    """Its mode, and most nodes and greatest depth of a tree."""
+    """Return a request's speculation mode, node limit and depth limit."""
     mode = SpeculationMode.ASYNC
     try:
         mode = mode_from_proto(given.mode)

@@ -267,7 +267,7 @@ class _Check(FieldChecks):
 def _received_fault(
     entry: generation_pb2.Received, tokenizer: TextTokenizer | None, generation: GenerationRequest
 ) -> tuple[str, str] | None:
-    """What is wrong with the tokens and the length of the text of one choice: (field of the entry, what to change).
+    """Return the first violation in one choice's received tokens and text, as (field, fix); None if there is none.
 
     The tokens are decoded once more as the request would have: they must not go on behind its end, and the text sent
     with them must have as many bytes.

@@ -92,7 +92,7 @@ async def measure(
     answers: dict[tuple[Mode, int], Answer] = {}
 
     async def run() -> None:
-        """Ends early where the process is interrupted."""
+        """Run the workload; end early if the process is interrupted."""
         turns = [Turn(prompt=prompt.token_ids, max_new_tokens=1) for prompt in prompts]
         if len(await send("off", turns)) < len(turns):
             return

@@ -85,7 +85,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             Path | None, typer.Option(help="The output is of the grammar (Lark or GBNF) in this file.")
         ] = None,
         compact_json: Annotated[
-            bool, typer.Option("--compact-json", help="Of JSON: no white space outside strings.")
+            bool, typer.Option("--compact-json", help="No white space outside strings in JSON output.")
         ] = False,
         speculation: Annotated[Literal["async", "sync", "off"], typer.Option(help="How drafts are used.")] = "async",
         sources: Annotated[
@@ -103,16 +103,16 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             typer.Option(help="How drafts are judged above temperature 0; synthetic is for benchmarks."),
         ] = "coupled",
         threshold_single: Annotated[
-            float | None, typer.Option(help="Of target_only: accept what is this likely; lossy below 1.")
+            float | None, typer.Option(help="target_only: accept tokens at least this likely; lossy below 1.")
         ] = None,
         threshold_acc: Annotated[
-            float | None, typer.Option(help="Of target_only: divides cumulative probabilities; lossy below 1.")
+            float | None, typer.Option(help="target_only: divisor of cumulative probabilities; lossy below 1.")
         ] = None,
         synthetic_rates: Annotated[
             list[float] | None,
             typer.Option(
                 "--synthetic-rate",
-                help="Of synthetic: share of draft tokens accepted; again for the next depth, the last for the rest.",
+                help="synthetic: share of draft tokens accepted; repeatable, one a depth, the last for the rest.",
             ),
         ] = None,
         timeout_s: Annotated[
@@ -226,7 +226,7 @@ def statistics(result: GenerationOutput) -> str:
 
 
 def result_dict(result: GenerationOutput) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the JSON object of `generate --json`."""
     timings = result.timings
     return {
         "request_id": result.request_id,
@@ -255,7 +255,7 @@ def _fields(message: Message, *names: str) -> dict[str, Any]:
 
 
 def server_status(endpoint: str, *, json_output: bool, calibration: bool, **options: Any) -> None:
-    """What `status` shows of one server, its workers and its totals.
+    """Print the status of one server, its workers and its totals.
 
     Args:
         calibration: how the drafts' acceptance estimates came true instead.
@@ -277,7 +277,7 @@ def server_status(endpoint: str, *, json_output: bool, calibration: bool, **opti
 
 
 def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
-    """What `status --json` prints."""
+    """Return the JSON object of `status --json`."""
     names = (
         "address", "version", "uptime_s", "running_sessions", "waiting_requests", "requests_total",
         "emitted_tokens_total", "steps_total", "dropped_nodes_total",
@@ -318,7 +318,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
 
 
 def _source_words(introduction: registry_pb2.WorkerIntroduction) -> list[str]:
-    """By what a worker grows trees."""
+    """Return the names of a worker's sources."""
     is_draft = introduction.role == registry_pb2.WORKER_ROLE_DRAFT
     sources = sources_from_proto(introduction.sources, default=(GrowthSource.MODEL,) if is_draft else ())
     return [source.word for source in sorted(sources)]

@@ -23,7 +23,7 @@ from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
 
 class InFlight(StrEnum):
-    """What becomes of requests that have begun."""
+    """Treatment of running requests during a reload."""
 
     FINISH = "finish"
     """They end as they would have, on the old weights."""
@@ -36,7 +36,7 @@ _IN_FLIGHT = {InFlight.FINISH: registry_pb2.IN_FLIGHT_FINISH, InFlight.ABORT: re
 
 @dataclass(frozen=True, kw_only=True)
 class ReloadOutcome:
-    """What a reload has come to.
+    """Outcome of a reload.
 
     Attributes:
         weights: that the service runs with now, unless every target has failed.
@@ -66,7 +66,7 @@ async def reload_weights(
     timeout_s: float = 600.0,
     tell: Callable[[str], None] = lambda line: None,
 ) -> ReloadOutcome:
-    """Has every target of a service run with other weights.
+    """Have every target of a service run with other weights.
 
     Args:
         endpoints: host:port of every coordinator, where workers register.
@@ -103,7 +103,7 @@ async def reload_weights(
 
 @dataclass(frozen=True)
 class _Stream:
-    """To one coordinator."""
+    """Reload stream to one coordinator."""
 
     endpoint: str
     call: "grpc.aio.StreamStreamCall[registry_pb2.ReloadCommand, registry_pb2.ReloadReport]"
@@ -157,12 +157,12 @@ def _found(checked: Sequence[registry_pb2.TargetReport], path: str) -> common_pb
 
 
 def _newest(checked: Sequence[registry_pb2.TargetReport]) -> common_pb2.Weights:
-    """What the service runs with: the latest of its targets'."""
+    """Return the newest weights among the targets'."""
     return max((target.running for target in checked), key=lambda weights: weights.reloads)
 
 
 async def _hold(streams: Sequence[_Stream], in_flight: InFlight, tell: Callable[[str], None]) -> int:
-    """Until nothing runs anywhere; how many requests were ended for it."""
+    """Wait until nothing runs anywhere; return how many requests were ended."""
     command = registry_pb2.ReloadCommand(hold=registry_pb2.ReloadHold(in_flight=_IN_FLIGHT[in_flight]))
     running = dict.fromkeys(streams, 0)
 
@@ -195,12 +195,12 @@ def _by_target(reports: Iterable[registry_pb2.ReloadReport]) -> list[registry_pb
 
 
 def name_of(target: registry_pb2.TargetReport) -> str:
-    """What people call it."""
+    """Return a target's name and address for messages."""
     return f"{target.name or target.worker_id} ({target.address})"
 
 
 def outcome_dict(outcome: ReloadOutcome) -> dict[str, Any]:
-    """As JSON has it; the keys stay."""
+    """Return the outcome as JSON; the keys are stable."""
     return {
         "version": outcome.weights.version,
         "path": outcome.weights.path,

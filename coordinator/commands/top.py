@@ -37,7 +37,7 @@ def top(
     *,
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Of a coordinator; may be repeated."),
+        typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Coordinator address; repeatable."),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, out of two looks, and end.")] = False,
@@ -61,7 +61,7 @@ async def watch(
     once: bool = False,
     **options: Any,
 ) -> None:
-    """Looks and shows until q, Ctrl-C or SIGTERM.
+    """Look and show until q, Ctrl-C or SIGTERM.
 
     Args:
         once: end after the first frame, which takes two looks.
@@ -101,7 +101,7 @@ async def _look(client: AsyncClient) -> Look:
 
 @contextlib.contextmanager
 def _end_of_watching() -> Iterator[asyncio.Event]:
-    """Set by q, by Ctrl-C and by SIGTERM; the terminal is as it was afterwards."""
+    """Yield an event that q, Ctrl-C and SIGTERM set; restore the terminal afterwards."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)

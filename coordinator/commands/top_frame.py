@@ -104,7 +104,7 @@ def short(value: float, places: int = 0) -> str:
 
 
 def duration(seconds: float) -> str:
-    """So much time in a few characters: 41s, 3m12s, 5h02m, 4d11h."""
+    """Format seconds in a few characters: 41s, 3m12s, 5h02m, 4d11h."""
     whole = int(seconds)
     for large, small, unit, part in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
         if whole >= large:

@@ -1,4 +1,4 @@
-"""What `outrider top` makes of two looks at a coordinator: rates over the time between them."""
+"""Figures of `outrider top`: rates between two samples of a coordinator."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class Figures:
 
     @property
     def answers(self) -> bool:
-        """Whether there is anything to show."""
+        """True if the coordinator answered."""
         return not self.problem
 
 

@@ -72,7 +72,7 @@ def live_routes(
 
 
 class LivePage:
-    """What the page asks for; see `live_routes`."""
+    """Handlers of the live page; see `live_routes`."""
 
     def __init__(
         self, generations: Generations, sessions: Callable[[], Collection[Session]], *, hosts: Sequence[str] = ()
@@ -104,7 +104,7 @@ class LivePage:
             return _EventStream(_lines(watcher), held.pop_all())
 
     async def start_demo(self, request: Request) -> Response:
-        """Starts a generation, and streams its tree; it ends with the connection."""
+        """Start a generation and stream its tree; it ends with the connection."""
         caller = self._caller(request)
         body, _ = await read_json_object(request.scope, request.receive, most_bytes=_MOST_BODY_BYTES)
         asked = self._demo_request(body)
@@ -153,7 +153,7 @@ class LivePage:
 
 
 class _Places:
-    """So many at a time."""
+    """Limit of viewers, or of demo sessions, at a time."""
 
     def __init__(self, most: int, what: str) -> None:
         self._most, self._what = most, what

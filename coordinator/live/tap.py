@@ -1,4 +1,4 @@
-"""What happens to one session's token tree, told to those who watch it: a line of JSON an event.
+"""Events of one session's token tree for its viewers, as JSON lines.
 
     growth has come ──> grow      the target has chosen ──> verdict      client told ──> deliver
 
@@ -130,7 +130,7 @@ class SessionTap:
     # ----------------------------------------------------------------------------------------------------------- hooks
 
     def note_growth(self, worker_id: str, growth: GrowthBatch, place: int) -> None:
-        """The session's part of a message has come; what hangs from no node that is known here is not shown."""
+        """Show the session's part of a growth message, without nodes whose parent is not known here."""
         new, as_of, start = list[int](), growth.as_of[place], sum(growth.node_counts[:place])
         nodes = slice(start, start + growth.node_counts[place])
         columns = (growth.node_ids, growth.parents, growth.tokens, growth.acceptance)
@@ -149,7 +149,7 @@ class SessionTap:
         self._tell({**event, "t": self._now_us()})
 
     def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:
-        """The target has chosen: the outcome's tokens have been appended."""
+        """Show the target's verdict; the outcome's tokens have been appended."""
         path, at, token_ids = list[int](), self._root, outcome.token_ids
         length = len(self._session.token_ids) - len(token_ids)
         for token in token_ids:
@@ -185,11 +185,11 @@ class SessionTap:
         self._tell(event)
 
     def note_delivered(self, text: str) -> None:
-        """The client has been told of the last verdict's tokens."""
+        """Note that the client has received the last verdict's tokens."""
         self._tell({"e": "deliver", "t": self._now_us(), "text": text})
 
     def note_end(self) -> None:
-        """The session has ended in whatever way."""
+        """Show the end of the session, however it came."""
         session = self._session
         if rest := list(self._nodes):
             self._counts.abandoned += len(rest)
@@ -245,7 +245,7 @@ class SessionTap:
 
 
 def watch(session: "Session", piece: Callable[[int], bytes], *, max_lines: int = MAX_LINES) -> Watcher:
-    """Begins to watch a session; `close` the watcher in the end."""
+    """Begin to watch a session; `close` the watcher in the end."""
     tap = session.tap
     if tap is None:
         # pyright resolves the package's link: to it this file's class and the one imported by name are two.
@@ -259,7 +259,7 @@ def pieces(tokenizer: TextTokenizer | None) -> Callable[[int], bytes]:
 
 
 def record(generations: Generations, checked: GenerationRequest, caller: Caller) -> Watcher | None:
-    """Watches a request's first choice from its beginning, just after its start; None where it has ended at once."""
+    """Watch a request's first choice from its beginning, just after its start; return None if it has ended at once."""
     session = generations.live[caller.name, checked.request_id].sessions[0]
     if session.is_finished:
         return None

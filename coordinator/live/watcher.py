@@ -31,10 +31,10 @@ class Watcher:
         self._lost = 0
         self._wake = asyncio.Event()
         self.is_ended = False
-        """Whether the session has ended: what is left to read is the rest."""
+        """True once the session has ended: no line comes after those that wait."""
 
     def push(self, line: str) -> None:
-        """Takes a line, or counts it as lost."""
+        """Queue a line, or count it as lost."""
         if self._lost and not self._lines:
             # The tree as it is now holds what this line says.
             self._note_gap(1)
@@ -46,7 +46,7 @@ class Watcher:
         self._wake.set()
 
     def end(self, line: str) -> None:
-        """Takes the last line, which is never lost."""
+        """Queue the last line, which is never lost."""
         if self._lost:
             self._note_gap(0)
             self._lines.append(self._snapshot())
@@ -59,13 +59,13 @@ class Watcher:
         self._lost = 0
 
     def take(self) -> list[str]:
-        """What there is by now."""
+        """Return the waiting lines, and empty the queue."""
         lines = list(self._lines)
         self._lines.clear()
         return lines
 
     async def read(self, *, timeout_s: float) -> list[str]:
-        """What there is, or comes first within so many seconds; empty after that, and at the end."""
+        """Return the waiting lines, or wait `timeout_s` for the first; empty after that and at the end."""
         if not self._lines and not self.is_ended:
             self._wake.clear()
             try:
@@ -76,6 +76,6 @@ class Watcher:
         return self.take()
 
     def close(self) -> None:
-        """The reader goes; harmless when it has gone."""
+        """Release the reader; harmless when it has gone."""
         self._lines.clear()
         self._release(self)

@@ -1,4 +1,4 @@
-"""When requests arrive: an open loop, whose next arrival waits for no answer.
+"""Arrival times of requests in an open loop, independent of responses.
 
 Between two arrivals passes
 
@@ -64,7 +64,7 @@ class Arrivals:
 
     @property
     def is_all_at_once(self) -> bool:
-        """Whether nothing passes between arrivals."""
+        """True if all requests arrive at once."""
         return self.ramp == "none" and math.isinf(self.rate)
 
     def times(self) -> Iterator[float]:

@@ -33,7 +33,7 @@ Watch = Callable[[Sequence[MutableSequence[int]]], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How clients get in. The token is its own, not a path: processes beside this one get it over a pipe."""
+    """Credentials of clients. The token itself, not its path: it reaches other processes over a pipe."""
 
     tls_ca: Path | None = None
     token: str | None = None
@@ -45,7 +45,7 @@ class Access:
 
 
 async def drive(jobs: Sequence[Job], access: Access, *, warmups: int, watch: Watch) -> list[Driven]:
-    """Does all jobs at the same time; the first one warms up before.
+    """Do all jobs at the same time; the first one warms up before.
 
     Raises:
         LoadtestFailed: warm-up failed, or a process ended.
@@ -133,7 +133,7 @@ class _ClientProcess:
         self._connection.send(message)
 
     async def receive(self) -> Any:
-        """What it says next.
+        """Return the process's next message.
 
         Raises:
             LoadtestFailed: it has failed.

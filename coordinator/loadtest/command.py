@@ -95,7 +95,7 @@ _MORE = [
 
 
 def run(config: LoadtestConfig, access: Access, *, console: Console) -> list[Run]:
-    """All runs, with a progress bar.
+    """Run all points of the load test, with a progress bar.
 
     Raises:
         LoadtestFailed: the service is not there.
@@ -106,7 +106,7 @@ def run(config: LoadtestConfig, access: Access, *, console: Console) -> list[Run
 
 
 def keep(config: LoadtestConfig, runs: Sequence[Run]) -> None:
-    """Writes the figures so far, where a file of them is asked for: they outlive a later run that fails."""
+    """Write the figures so far, if a file of them is asked for: they outlive a later run that fails."""
     if config.output_json is not None:
         report_json.write(config.output_json, runs, is_detailed=config.save_detailed)
 
@@ -208,7 +208,7 @@ def _totals(counters: Sequence[MutableSequence[int]]) -> list[int]:
 
 
 def _describe(now: Sequence[int], before: Sequence[int]) -> str:
-    """What is under way, and what has come since the last look."""
+    """Return a line on running requests and on those that ended since the last one."""
     tokens_per_s = (now[TOKENS] - before[TOKENS]) / _LOOK_S
     parts = [f"{now[BEGUN] - now[ENDED]} under way", f"{tokens_per_s:,.0f} tokens/s of those that ended"]
     if now[FIRST_TOKENS]:

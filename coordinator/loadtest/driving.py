@@ -29,7 +29,7 @@ _TIMER_S = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process does of a run.
+    """One process's share of a run.
 
     Attributes:
         process: its number, from 0; conversation i is process (i mod processes)'s.
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def is_closed_loop(self) -> bool:
-        """Whether a request begins whenever a place is free: then it has no time of its own at which it was to."""
+        """True if a request starts whenever a slot is free, without an intended time."""
         return (
             self.places is not None
             and self.config.arrivals_of(self.point).is_all_at_once
@@ -97,7 +97,7 @@ class Driver:
         self._driven = Driven()
 
     async def run(self) -> Driven:
-        """Returns when everything has ended that began, or at once when the process is interrupted."""
+        """Drive the job; return when all requests have ended, or at once if the process is interrupted."""
         async with LagMeter() as load:
             work = asyncio.create_task(self._all())
             try:

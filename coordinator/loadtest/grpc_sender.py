@@ -85,13 +85,13 @@ class GrpcSender:
         return output.whole()
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         for channel in self._channels:
             await channel.close()
 
 
 class _Output:
-    """What came of a request, as far as somebody needs it."""
+    """Parts of a response that the workload needs."""
 
     def __init__(self, ask: Ask) -> None:
         self._keeps, self._is_text = ask.keeps_output, isinstance(ask.prompt, str)

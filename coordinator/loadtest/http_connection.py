@@ -17,7 +17,7 @@ class HttpError(Exception):
 
 
 class HttpConnection:
-    """To one server; one request at a time."""
+    """Connection to one server, one request at a time."""
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port, self._tls = host, port, tls
@@ -27,16 +27,16 @@ class HttpConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether another request can be sent over it."""
+        """True if another request can be sent."""
         return self._writer is not None and self._state.our_state is h11.IDLE and not self._writer.is_closing()
 
     @property
     def was_closed(self) -> bool:
-        """Whether the server has ended it, as it does with those that are idle for long."""
+        """True if the server closed it, as after an idle timeout."""
         return self._reader is not None and self._reader.at_eof()
 
     async def open(self) -> None:
-        """Connects.
+        """Connect to the server.
 
         Raises:
             OSError: nobody listens there.
@@ -46,7 +46,7 @@ class HttpConnection:
     async def request(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes = b""
     ) -> AsyncGenerator[bytes, None]:
-        """Sends a request; yields the body as it comes.
+        """Send a request; yield the body as it comes.
 
         Raises:
             HttpError: the status is not 200, with what the server says.
@@ -87,7 +87,7 @@ class HttpConnection:
         return event
 
     def close(self) -> None:
-        """Ends it, whatever it is doing."""
+        """Close the connection, whatever it is doing."""
         if self._writer is not None:
             self._writer.close()
 

@@ -42,7 +42,7 @@ class HttpSender:
         self._endpoints: Iterator[str] = itertools.cycle(endpoints)
 
     async def prepare(self) -> None:
-        """Asks for the model's name where none was given.
+        """Ask for the model's name where none was given.
 
         Raises:
             HttpError: the server does not say.
@@ -96,7 +96,7 @@ class HttpSender:
         return reply.whole()
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()
@@ -136,7 +136,7 @@ class HttpSender:
 
 
 class _Reply:
-    """What came of one request."""
+    """Response of one request."""
 
     def __init__(self, ask: Ask, record: RequestRecord, begin_s: float) -> None:
         self._ask, self._record, self._begin_s = ask, record, begin_s
@@ -156,7 +156,7 @@ class _Reply:
                 self._take_event(json.loads(event), now_s)
 
     def finish(self) -> None:
-        """Raises where something is missing."""
+        """Raise if something is missing."""
         if not self._is_done:
             raise HttpError("the stream ended before [DONE]")
         if not self._record.output_tokens:

@@ -1,4 +1,4 @@
-"""Whether the load generator itself is the bottleneck: how late its event loop is, and how busy its thread.
+"""Load generator health: event loop lag and CPU use.
 
 What a busy client adds to a latency it would put down to the server.
 """
@@ -56,7 +56,7 @@ class LagMeter:
 
 
 def client_figures(loads: Sequence[ClientLoad], start_lags_s: Sequence[float], median_ttft_ms: float) -> dict[str, Any]:
-    """What the client was like, and whether it was in the way.
+    """Return the load generator's lag and CPU figures.
 
     Args:
         start_lags_s: of each request, by how much the client was late with it of itself.

@@ -37,7 +37,7 @@ def parse_slos(texts: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(record: RequestRecord, slos: Mapping[str, float]) -> bool:
-    """Whether a request has met every objective; one of a single token has no TPOT, which is as good as 0."""
+    """Return True if a request met every objective; an output of one token counts as TPOT 0."""
     if not record.is_complete:
         return False
     ms = {"ttft": record.ttft_s * 1e3, "tpot": (record.tpot_s or 0.0) * 1e3, "e2el": record.e2el_s * 1e3}
@@ -123,7 +123,7 @@ def speculation(complete: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def round_shares(complete: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Where a round's time goes, means in ms over all rounds of traced requests; empty where none was traced."""
+    """Return the mean ms of each part of a round over traced requests; empty if none was traced."""
     rounds = [each for record in complete for each in record.rounds]
     if not rounds:
         return {}
@@ -134,7 +134,7 @@ def round_shares(complete: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def errors(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """How often each error came, most frequent first."""
+    """Return the count of each error, most frequent first."""
     counts = Counter(record.error or "no token came" for record in records if not record.is_complete)
     return {"error_counts": dict(counts.most_common())}
 

@@ -1,4 +1,4 @@
-"""How a load test is set up: the options of `outrider loadtest`."""
+"""Options of `outrider loadtest`."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """Name in tables."""
         cap = "" if self.max_concurrency is None else f", at most {self.max_concurrency} at a time"
         if self.schedule is not None:
             rate = "at the trace's times" if self.schedule == "trace" else f"{self.schedule} ramp"
@@ -185,7 +185,7 @@ class LoadtestConfig:
         return self.output_len or DEFAULT_OUTPUT
 
     def arrivals_of(self, point: Point) -> Arrivals:
-        """When requests of a run come; a trace has times of its own."""
+        """Return the arrival process of a run; a trace has its own times."""
         count = self.num_prompts
         if count is None and self.duration is None:
             count = DEFAULT_PROMPTS

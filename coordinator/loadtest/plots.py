@@ -33,7 +33,7 @@ def pictures(runs: Sequence[Run]) -> dict[str, bytes]:
 
 
 def load_axis(runs: Sequence[Run]) -> tuple[str, Callable[[Run], float]]:
-    """What lies along the bottom: the concurrency where that is swept, else the rate that was reached."""
+    """Return the x axis: concurrency if it is swept, else the achieved request rate."""
     if len({run.point.max_concurrency for run in runs}) > 1:
         return "most requests at a time", lambda run: run.point.max_concurrency or 0
     if len({run.point.request_rate for run in runs}) > 1:

@@ -1,4 +1,4 @@
-"""What is known of one request, and what follows from it.
+"""Record of one request, and the figures derived from it.
 
     intended      sent         first chunk   chunk   last chunk
     |--client's---|--------------|-------------|-------|
@@ -72,57 +72,57 @@ class RequestRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has come to its end, with a token at least."""
+        """True if the request ended without an error and with a token."""
         return not self.error and bool(self.chunk_s)
 
     @property
     def ended_s(self) -> float:
-        """When the last tokens came."""
+        """Time of the last tokens, in seconds."""
         return self.chunk_s[-1] if self.chunk_s else self.sent_s
 
     @property
     def left_s(self) -> float:
-        """When it was no longer under way: one that fails, as by its timeout, was so after its last tokens, too."""
+        """End of the request, in seconds; a failed one, as by its timeout, ends after its last tokens."""
         return max(self.over_s, self.ended_s)
 
     @property
     def ttft_s(self) -> float:
-        """To the first token, from the intended time."""
+        """Time to first token from the intended time, in seconds."""
         return self.chunk_s[0] - self.intended_s
 
     @property
     def ttft_from_send_s(self) -> float:
-        """To the first token, from the sending."""
+        """Time to first token from sending, in seconds."""
         return self.chunk_s[0] - self.sent_s
 
     @property
     def e2el_s(self) -> float:
-        """To the last token, from the intended time."""
+        """End-to-end latency from the intended time, in seconds."""
         return self.ended_s - self.intended_s
 
     @property
     def e2el_from_send_s(self) -> float:
-        """To the last token, from the sending."""
+        """End-to-end latency from sending, in seconds."""
         return self.ended_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """A token after the first; None for an output of one."""
+        """Seconds per output token after the first; None for a single token."""
         return (self.ended_s - self.chunk_s[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def itl_s(self) -> list[float]:
-        """Between chunks."""
+        """Seconds between chunks."""
         return [later - earlier for earlier, later in pairwise(self.chunk_s)]
 
     @property
     def client_delay_s(self) -> float:
-        """By how much it was sent later than intended, for whatever reason."""
+        """Seconds between intended time and sending."""
         return self.sent_s - self.intended_s
 
     @property
     def start_lag_s(self) -> float:
-        """By how much the client was late of itself."""
+        """Seconds between intended time and start: the client's own share of the delay."""
         return self.started_s - self.intended_s
 
 
@@ -140,5 +140,5 @@ def round_times(rounds: Sequence[generation_pb2.Round]) -> list[RoundTime]:
 
 
 def positions(accepted: list[int]) -> list[int]:
-    """How many verifications accepted at least 1, 2, ... nodes, from what each accepted."""
+    """Return how many verifications accepted at least 1, 2, ... nodes."""
     return [sum(count >= depth for count in accepted) for depth in range(1, max(accepted, default=0) + 1)]

@@ -31,7 +31,7 @@ _CAPTIONS = {
 
 
 def write(path: Path, runs: Sequence[Run], *, command: str) -> None:
-    """Writes the report."""
+    """Write the report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(runs, command=command), encoding="utf-8")
 

@@ -18,7 +18,7 @@ def document(runs: Sequence[Run], *, is_detailed: bool) -> dict[str, Any]:
 
 
 def write(path: Path, runs: Sequence[Run], *, is_detailed: bool) -> None:
-    """Writes them, all or nothing: what was written before stays whole until then."""
+    """Write the runs, all or nothing: an earlier file stays whole until then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document(runs, is_detailed=is_detailed), indent=2) + "\n"
     if path.exists() and not path.is_file():

@@ -101,7 +101,7 @@ def figures_of(job: Job, driven: Sequence[Driven], date: datetime) -> dict[str, 
 
 
 def total_requests(config: LoadtestConfig, workload: Workload) -> int | None:
-    """Of a run, where it is known before."""
+    """Return the request count of a run; None if it is not known beforehand."""
     if config.duration is not None:
         return None
     if isinstance(workload, FromFile) and workload.arrivals_s is not None:
@@ -114,7 +114,7 @@ def total_requests(config: LoadtestConfig, workload: Workload) -> int | None:
 
 
 def traced_numbers(config: LoadtestConfig, workload: Workload) -> frozenset[int]:
-    """Which conversations are traced: as many as asked for, evenly spread; of a run of unknown length the first."""
+    """Return the numbers of traced conversations, evenly spread; the first ones if the count is unknown."""
     if config.protocol != "grpc" or not config.traced_requests:
         return frozenset()
     total = total_requests(config, workload)
@@ -125,7 +125,7 @@ def traced_numbers(config: LoadtestConfig, workload: Workload) -> frozenset[int]
 
 
 async def load_workload(config: LoadtestConfig, access: Access) -> Workload:
-    """What is asked for.
+    """Load the workload that the options name.
 
     Raises:
         InvalidRequest: the file of a data set cannot be used.

@@ -1,4 +1,4 @@
-"""What sends a request and notes what comes, whatever the protocol."""
+"""Interface of senders: send a request and record the response, whatever the protocol."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,5 +44,5 @@ class Sender(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         ...

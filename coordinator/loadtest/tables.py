@@ -43,7 +43,7 @@ def _totals(figures: Figures) -> Table:
 
 
 def total_rows(figures: Figures) -> list[tuple[str, str]]:
-    """Everything of a run but its latencies and errors: (name, value)."""
+    """Return all totals of a run as (name, value), without latencies and errors."""
     rows = [
         ("requests", f"{figures['completed']} completed, {figures['failed']} failed"),
         ("duration", f"{figures['duration']:.2f} s"),
@@ -120,7 +120,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def client_warning(figures: Figures) -> str:
-    """What is wrong with the load generator itself; empty where nothing is."""
+    """Return a warning if the load generator was the bottleneck; empty otherwise."""
     if not figures["client_is_bottleneck"]:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""What is asked: conversations, each a function of the seed and its number, so that any process can make any of them.
+"""Workloads: conversations that are functions of seed and number, so that any process can make any of them.
 
 A conversation is one prompt, or several turns: a turn's prompt is everything before it, the answers as they came, and
 its own new part.
@@ -112,7 +112,7 @@ class RandomLengths:
         return 1
 
     def conversation(self, number: int) -> Conversation:
-        """Its lengths and ids."""
+        """Return the conversation of this number: its lengths and ids."""
         draw = random.Random(f"random {self.seed} {number}")
         own = self._ids(draw, self._length(draw, self.input_len))
         turn = Turn(prompt=(*self._prefix(number), *own), max_new_tokens=self._length(draw, self.output_len))

@@ -107,7 +107,7 @@ class CoordinatorMetrics:
 
 
 def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:
-    """To how many trees the token at each depth below the root was accepted.
+    """Return for each depth from 0 how many trees had a node accepted there.
 
     Args:
         depths: number of trees by accepted tokens.

@@ -30,7 +30,7 @@ _LONGEST_RETRY_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Occupancy:
-    """How full the coordinator is.
+    """Occupancy of the coordinator.
 
     Attributes:
         places: choices that may run at a time.
@@ -66,13 +66,13 @@ class Admission:
         self._last_return_ns = 0
 
     def note_start(self, session_id: int) -> None:
-        """A choice has been given a place."""
+        """Note that a choice has been given a place."""
         self._forget(session_id)
         now_ns = self._started_ns[session_id] = clock.now_ns()
         self._sum_started_ns += now_ns
 
     def note_end(self, session_id: int) -> None:
-        """A choice has left, with its place if it had one."""
+        """Note that a choice has left, with its place if it had one."""
         started_ns = self._forget(session_id)
         if started_ns is None:
             return
@@ -87,13 +87,13 @@ class Admission:
 
     @property
     def run_s(self) -> float:
-        """What a run takes on average: of those that have ended, or of those that go on where that is longer by now."""
+        """Mean run time in seconds, of ended choices or of running ones if that is longer."""
         running = len(self._started_ns)
         age_ns = clock.now_ns() - self._sum_started_ns / running if running else 0.0
         return max(self._mean_run_ns, age_ns) / 1e9
 
     def expected_wait_s(self, rank: int, places: int) -> float:
-        """How long the choice of this rank in the queue waits, from 1; 0 for one that need not wait."""
+        """Return the expected wait of the choice at this rank of the queue, from 1, in seconds."""
         return max(0, rank) * self.run_s / max(1, places)
 
     def check(self, choices: int, occupancy: Occupancy) -> None:

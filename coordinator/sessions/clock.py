@@ -14,7 +14,7 @@ def now_ns() -> int:
 
 @contextmanager
 def replaced_by(read_ns: Callable[[], int]) -> Iterator[None]:
-    """While it lasts, the whole process reads its times here; for simulations."""
+    """Replace the clock of the whole process while the block lasts; for simulations."""
     global _read_ns  # noqa: PLW0603 - the one place is the point
     before, _read_ns = _read_ns, read_ns
     try:

@@ -1,4 +1,4 @@
-"""How a coordinator is set up."""
+"""Configuration of a coordinator."""
 
 import importlib.util
 import socket

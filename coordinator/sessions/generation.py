@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class RequestTimes:
-    """When a request passed which point of its life, by the monotonic clock, in nanoseconds; 0 is not yet.
+    """Monotonic times of a request's stages, in nanoseconds; 0 before a stage is reached.
 
     Attributes:
         arrived_ns: it was accepted.
@@ -91,17 +91,17 @@ class Generation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has been placed at a target, or goes on where another has ended."""
+        """True once the request has been placed at a target, or resumes."""
         return bool(self.times.admitted_ns or (self.weights and self.request.received))
 
     def note_round(self) -> None:
-        """A round has given a choice tokens, which the reader has not got yet."""
+        """Note that a round has given a choice tokens, which the reader has not got yet."""
         self._unread_rounds += 1
         if self._unread_rounds >= self._max_unread_rounds:
             self.is_stalled = True
 
     def emit(self, event: GenerationEvent) -> None:
-        """Adds an event for the reader."""
+        """Add an event for the reader."""
         if self.is_closed:
             return
         if not self.times.first_token_ns and isinstance(event, TokenDelta):
@@ -111,7 +111,7 @@ class Generation:
         self._wake.set()
 
     def finish_if_done(self) -> None:
-        """Emits the result, once, when every choice has ended."""
+        """Emit the result, once, when every choice has ended."""
         results, times = [session.result for session in self.sessions], self.times
         if self.is_closed or times.finished_ns or any(result is None for result in results):
             return
@@ -134,7 +134,7 @@ class Generation:
         )
 
     def abort(self, error: OutriderError) -> None:
-        """Ends the stream with an error, behind all that was committed; what was delivered stays valid."""
+        """End the stream with an error, behind all that was committed; what was delivered stays valid."""
         if self.error is None and not self.is_closed:
             for session in self.sessions:
                 session.deliver()
@@ -143,7 +143,7 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Stops the work of this request and frees what it holds; harmless when it has ended."""
+        """Stop the work of this request and free what it holds; harmless when it has ended."""
         if not self.is_closed:
             self.is_closed = True
             self._wake.set()

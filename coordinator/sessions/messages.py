@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended."""
+    """Finish reason of a choice."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -93,7 +93,7 @@ class TokenLogprobs:
     top_logprobs: Sequence[Sequence[float]]
 
     def head(self, count: int) -> "TokenLogprobs":
-        """Those of the first `count` tokens."""
+        """Return the log probabilities of the first `count` tokens."""
         return TokenLogprobs(
             token_logprobs=self.token_logprobs[:count],
             top_token_ids=self.top_token_ids[:count],
@@ -128,7 +128,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceResult:
-    """How one choice ended."""
+    """End of one choice."""
 
     index: int
     finish_reason: FinishReason
@@ -182,7 +182,7 @@ GenerationEvent = TokenDelta | generation_pb2.Round | GenerationResult
 
 
 class FaultKind(StrEnum):
-    """What a session's fault at a worker calls for."""
+    """Reaction that a worker's session fault requires."""
 
     LOST = "lost"
     """The worker does not have it (any more): open it anew."""
@@ -203,7 +203,7 @@ _FAULT_KINDS = {
 
 
 class SessionFault(NamedTuple):
-    """Why a worker has closed, or not opened, a session."""
+    """Reason for which a worker closed or refused a session."""
 
     kind: FaultKind
     message: str
@@ -215,7 +215,7 @@ class SessionFault(NamedTuple):
 
 
 class TreeEnd(IntEnum):
-    """Where a round has left a session's tree."""
+    """State of a session's tree after a round."""
 
     NONE = 0
     """Nothing was committed."""

@@ -39,7 +39,7 @@ _Key = tuple[str, str, int]
 
 
 class LossKind(Enum):
-    """How a target was lost, and what that says of what it was verifying."""
+    """Way in which a target was lost, which decides about strikes."""
 
     SILENT = auto()
     """Nothing is heard of it, or it went by itself: nobody is suspected."""
@@ -51,20 +51,20 @@ class LossKind(Enum):
 
 @dataclass
 class _Record:
-    """Of one choice of a request: workers that crashed with it, and whether it was alone at the last."""
+    """Strikes of one choice: workers that crashed with it, and whether it was alone at the last."""
 
     strikes: list[str] = field(default_factory=list)
     was_alone: bool = False
 
 
 class Suspects:
-    """What is known of requests that were in flight when targets were lost."""
+    """Strikes of requests that were in flight when targets were lost."""
 
     def __init__(self) -> None:
         self._records: dict[_Key, _Record] = {}
 
     def note_loss(self, worker_id: str, sessions: Sequence[Session], kind: LossKind) -> None:
-        """A target was lost that was verifying these sessions."""
+        """Note the loss of a target that was verifying these sessions."""
         if kind is LossKind.SILENT:
             return
         for session in sessions:
@@ -83,13 +83,13 @@ class Suspects:
                 record.strikes.remove(worker_id)
 
     def note_result(self, session: Session) -> None:
-        """A suspect was verified alone, and nothing happened."""
+        """Note that a suspect was verified alone, and nothing happened."""
         session.probation -= 1
         if session.probation == 0:
             self.forget(session)
 
     def check(self, request: GenerationRequest) -> None:
-        """Whether a request may come in; asked before anything is kept of it.
+        """Check that a request may be admitted, before anything of it is stored.
 
         Raises:
             PoisonRequest: one of its choices has been refused before.
@@ -112,7 +112,7 @@ class Suspects:
         return record is not None and len(record.strikes) > (1 if record.was_alone else _MOST_STRIKES)
 
     def refusal(self, request: GenerationRequest) -> PoisonRequest:
-        """What its client is told."""
+        """Return the error for the client."""
         request_id = request.request_id
         logger.error("request %s is refused: targets crash of it", request_id, extra=about(request_id=request_id))
         return PoisonRequest(
@@ -121,7 +121,7 @@ class Suspects:
         )
 
     def forget(self, session: Session) -> None:
-        """It is cleared, or its request has ended, and not for want of a target."""
+        """Drop a session's strikes: it is cleared, or its request ended for another reason than a lost target."""
         self._records.pop(_key(session), None)
 
 

@@ -33,7 +33,7 @@ class RequestTrace:
         self._seen = 0
 
     def note_round(self, choice: int, outcome: Outcome, results: RoundResults, *, since_ns: int, now_ns: int) -> None:
-        """A choice has got the tokens of a round; the last time that it got some was `since_ns`."""
+        """Note a round that has given a choice tokens; it last got some at `since_ns`."""
         self._seen += 1
         if self._seen > _FIRST_ROUNDS and (self._seen % _EVERY or len(self._rounds) >= _MOST_EVENTS):
             return
@@ -54,7 +54,7 @@ class RequestTrace:
         self._span.end()
 
     def end(self, generation: Generation) -> None:
-        """The request has ended, in whatever way."""
+        """Note the end of the request, however it came."""
         times = generation.times
         self._stage("outrider.queue", times.arrived_ns, times.admitted_ns)
         self._stage("outrider.prefill", times.admitted_ns, times.first_token_ns)

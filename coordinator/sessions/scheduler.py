@@ -1,4 +1,4 @@
-"""Which sessions run where: requests in and out, their places at targets and drafts, and what to do when one is lost.
+"""Scheduling of sessions: admission, places at targets and drafts, recovery from lost workers.
 
 What passes between the workers of a session is in `relay.py`, drafts are in `drafts.py`.
 """
@@ -49,7 +49,7 @@ _ROOM_WAIT_S = 5.0
 
 
 class WeightsGate:
-    """Which weights a request's tokens are chosen with, and who waits while they are changed.
+    """Gate between requests and weights: versions in use, and requests that wait for a reload.
 
     A request is of the weights that the service runs with when it is placed at a target; from then on, wherever it goes
     on, it has to find the same. While the gate is held nothing is placed but what has begun: a request whose other
@@ -107,7 +107,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------- requests in and out
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> Generation:
-        """Starts a request; `text_streams` has one entry a choice.
+        """Start a request; `text_streams` has one entry a choice.
 
         Raises:
             Overloaded: the queue is full, or the wait too long.
@@ -161,7 +161,7 @@ class Scheduler:
             self._admission.check(choices, occupancy)
 
     def admit(self) -> None:
-        """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
+        """Place waiting sessions at targets that know how they begin or have least to do, and at drafts."""
         replaced: list[Session] = []
         while self._waiting and self.running_sessions < self._config.max_running_sessions:
             targets = [target for target in self._targets.values() if target.room]
@@ -204,12 +204,12 @@ class Scheduler:
         self.drafts.ask_all_again(session)
 
     def finish_session(self, session: Session) -> None:
-        """The session has emitted its last token."""
+        """Finish a session that has emitted its last token."""
         self._release_session(session)
         session.generation.finish_if_done()
 
     def note_progress(self, sessions: Sequence[Session]) -> None:
-        """These sessions have emitted tokens: what went wrong before is no reason to give them up."""
+        """Note that sessions have emitted tokens: earlier faults are no reason to give them up."""
         for session in sessions:
             session.reopenings, session.without_room_since_ns = 0, None
             if session.probation:
@@ -228,7 +228,7 @@ class Scheduler:
             self._release_session(session)
 
     def _release_session(self, session: Session) -> None:
-        """Frees what a session holds, here and at the workers."""
+        """Free what a session holds, here and at the workers."""
         if self._sessions.pop(session.session_id, None) is None:
             return
         if not isinstance(session.generation.error, WorkerUnavailable | PoisonRequest):
@@ -251,7 +251,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------------------- faults
 
     def take_fault(self, session: Session, fault: SessionFault) -> None:
-        """The target has lost or refused a session; what went wrong is forgotten once it has emitted tokens again."""
+        """Handle a session that a target has lost or refused; its faults are forgotten once it emits tokens again."""
         if (target := self._targets.get(session.target_id or "")) is not None:
             target.lose(session)
         match fault.kind:
@@ -265,7 +265,7 @@ class Scheduler:
                 self._open_anew(session, fault.message)
 
     def _open_anew(self, session: Session, reason: str) -> None:
-        """It is opened anew, unless that has not helped before."""
+        """Reopen a session, unless reopening has failed before."""
         session.reopenings += 1
         if session.reopenings > _MAX_REOPENINGS:
             message = f"the target worker cannot serve this request: {reason}"
@@ -276,7 +276,7 @@ class Scheduler:
         self._open(session)
 
     def _wait_for_room(self, session: Session, reason: str) -> None:
-        """The target is full with others' sessions: this one rests for a moment, then asks again, or asks another."""
+        """Let a session rest while its target is full with others' sessions, then ask this or another target again."""
         targets = self._targets.values()
         others = any(
             target.places.has_others or any(held is not session for held in target.sessions.values())
@@ -308,7 +308,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- workers
 
     def add_target(self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits) -> None:
-        """A target worker is ready."""
+        """Add a target worker that is ready."""
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
@@ -316,7 +316,7 @@ class Scheduler:
         self.admit()
 
     def remove_target(self, worker_id: str, reason: str, *, kind: LossKind = LossKind.BROKEN) -> None:
-        """A target worker is gone: its sessions go on elsewhere, or end when there is no other."""
+        """Remove a lost target worker: its sessions go on elsewhere, or end when there is no other."""
         target = self._targets.pop(worker_id, None)
         if target is None:
             return
@@ -348,7 +348,7 @@ class Scheduler:
                 self._waiting.put_first(session)
 
     def _doubt(self, session: Session) -> None:
-        """It crashed two targets, as it seems: it is refused unless one of these turns out to be alive."""
+        """Refuse a request suspected of two crashes, unless one of the targets turns out to be alive."""
 
         def decide() -> None:
             if self._suspects.condemns(session):
@@ -380,7 +380,7 @@ class Scheduler:
             on_empty()
 
     def _note_left(self, target: TargetPeer) -> None:
-        """A session has left a target, which may be empty now."""
+        """Note that a session has left a target, which may be empty now."""
         if not target.sessions and (on_empty := self._drains.pop(target.worker_id, None)) is not None:
             on_empty()
 
@@ -399,7 +399,7 @@ class Scheduler:
             self.drafts.hear(worker_id, load)
 
     def _expect_target(self) -> None:
-        """While there is no target: requests wait as long as is configured for a new one, then end."""
+        """Let requests wait for a new target as long as is configured, while there is none; then end them."""
         if not self._targets and self._waiting and self._target_deadline is None:
             loop = asyncio.get_running_loop()
             self._target_deadline = loop.call_later(self._config.target_wait_s, self._give_up_on_targets)
@@ -410,12 +410,12 @@ class Scheduler:
             self._end_all(WorkerUnavailable("the last target worker is gone; the tokens delivered stay valid"))
 
     def _end_all(self, error: OutriderError) -> None:
-        """Ends every request."""
+        """End every request."""
         self._waiting.clear()
         self.end(list(self._sessions.values()), error)
 
     def end(self, sessions: Sequence[Session], error: OutriderError) -> None:
-        """Ends requests. Nobody takes over what each frees: looking for takers every time would cost their square."""
+        """End requests. Nobody takes over what each frees: looking for takers every time would cost their square."""
         outer, self._places_nobody = self._places_nobody, True
         try:
             for session in sessions:
@@ -427,7 +427,7 @@ class Scheduler:
 
     @property
     def sessions(self) -> Collection[Session]:
-        """Those that run or wait, oldest first."""
+        """Running and waiting sessions, oldest first."""
         return self._sessions.values()
 
     @property
@@ -442,15 +442,15 @@ class Scheduler:
 
     @property
     def has_target(self) -> bool:
-        """Whether a request can be served."""
+        """True if a request can be served."""
         return any(not target.is_draining for target in self._targets.values())
 
     def drain(self) -> None:
-        """From now on new requests are refused; those that run go on."""
+        """Refuse new requests from now on; running ones go on."""
         self._is_draining = True
 
     def stop(self, error: OutriderError) -> None:
-        """Ends all requests with `error`."""
+        """End all requests with `error`."""
         self.drain()
         if self._target_deadline is not None:
             self._target_deadline.cancel()

@@ -67,7 +67,7 @@ class Session:
         self.verify_steps = self.drafted_tokens = self.accepted_tokens = 0
         self.sources = SourceTally()
         self.cached_tokens: int | None = None
-        """Of the prompt, what the first target had; None before it answered."""
+        """Prompt tokens that the first target had cached; None before it answered."""
         self.epoch = 0
         self.target_id: str | None = None
         self.target_epoch = 0
@@ -82,7 +82,7 @@ class Session:
         self.is_held = False
         """Its target waits for its client."""
         self.reopenings = 0
-        """How often it was opened anew since it last emitted tokens."""
+        """Number of reopenings since it last emitted tokens."""
         self.without_room_since_ns: int | None = None
         """When its target first had no room for it since then, by the monotonic clock; None while it has room."""
         self.probation = 0
@@ -133,7 +133,7 @@ class Session:
 
     @property
     def ids(self) -> dict[str, Any]:
-        """What it is called by clients and by workers, for a line of the log."""
+        """Ids for a log line."""
         return about(request_id=self.request.request_id, session_id=self.session_id)
 
     @property
@@ -143,7 +143,7 @@ class Session:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more is to be generated."""
+        """True if nothing more is to be generated."""
         return self.result is not None or self.generation.is_closed
 
     def opening(
@@ -191,7 +191,7 @@ class Session:
 
     @property
     def may_speculate(self) -> bool:
-        """Whether a tree could save this session a step."""
+        """True if a tree could save this session a step."""
         return self.mode is not SpeculationMode.OFF and self.end - len(self.token_ids) > 1
 
     def take(self, outcome: Outcome, results: RoundResults, result_ns: int) -> Outcome:
@@ -273,7 +273,7 @@ class Session:
             self._record = None
 
     def _extend(self, token_ids: Sequence[int]) -> str | None:
-        """Appends tokens up to the one that ends the choice; returns their text where finding it took that."""
+        """Append tokens up to the one that ends the choice; return their text where finding it took that."""
         sampling = self.sampling
         ends_with_stop_id = (
             token_ids[-1] in sampling.stop_token_ids
@@ -316,7 +316,7 @@ class Session:
         return self._push(visible).text + self._flush()
 
     def _push(self, token_ids: Sequence[int]) -> StreamedText:
-        """What the text stream makes of tokens. Its defects end this request, not the loop that serves all."""
+        """Push tokens to the text stream. An error ends this request only."""
         try:
             return self.text_stream.push(token_ids)
         except Exception as error:

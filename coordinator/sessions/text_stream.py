@@ -19,7 +19,7 @@ _CONTEXT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedText:
-    """What one push let out.
+    """Text released by one push.
 
     Attributes:
         text: may be sent now, after all that was sent before.
@@ -71,7 +71,7 @@ class TextStream:
         self.text_bytes = 0
 
     def push(self, token_ids: Sequence[int]) -> StreamedText:
-        """Takes the next tokens. After a stop string nothing more is kept."""
+        """Take the next tokens. After a stop string nothing more is kept."""
         if self._tokenizer is None:
             return StreamedText(text="", consumed=len(token_ids))
         released: list[str] = []
@@ -106,7 +106,7 @@ class TextStream:
         return piece
 
     def _pass_stop_strings(self, new: str) -> str:
-        """Takes new characters; returns those that may go out."""
+        """Take new characters; return those that may go out."""
         text = self._held + new
         if not self._stop:
             return text
@@ -123,7 +123,7 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _take_context(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Brings the decoder to the prompt's end; whether the prompt has any text."""
+        """Bring the decoder to the prompt's end; return whether the prompt has any text."""
         if self._tokenizer is None:
             return False
         context = b""

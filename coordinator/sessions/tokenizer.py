@@ -56,7 +56,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "TextTokenizer":
-        """That of a checkpoint folder.
+        """Load the tokenizer of a checkpoint folder.
 
         Raises:
             CheckpointError: tokenizer.json is missing or broken.
@@ -91,14 +91,14 @@ class TextTokenizer:
         return piece
 
     def token_text(self, token_id: int) -> str:
-        """What to call a token in a list of tokens: its text, or the name of one that has none."""
+        """Return a token's display text, or its name if it has none."""
         piece = self.piece(token_id)
         if piece:
             return piece.decode("utf-8", errors="replace")
         return self._tokenizer.id_to_token(token_id) or ""
 
     def leading_space_dropped(self, token_id: int) -> bool:
-        """Whether the token loses its leading space where it begins the text."""
+        """Return True if the token loses its leading space at the start of a text."""
         piece = self.piece(token_id)
         return piece.startswith(b" ") and self.decode([token_id]).encode("utf-8") == piece[1:]
 
@@ -119,7 +119,7 @@ class TextTokenizer:
 def read_model_info(
     folder: str | Path, *, max_model_len: int | None = None, name: str | None = None
 ) -> common_pb2.ModelInfo:
-    """What a checkpoint's json files say of the model; dtype stays empty, it is the target worker's choice.
+    """Read the model's description from a checkpoint's JSON files; the target worker sets dtype.
 
     Args:
         max_model_len: most tokens of a session; default the model's own limit.
@@ -162,7 +162,7 @@ def _types_within(part: dict[str, Any] | None) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for (the printable ones stand for themselves)."""
+    """Return the byte of each character of a byte-level vocabulary."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}

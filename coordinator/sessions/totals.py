@@ -65,7 +65,7 @@ class SourceTally:
         return total
 
     def note_growth(self, source: GrowthSource, nodes: int) -> None:
-        """So many nodes of a source have come."""
+        """Count nodes received from a source."""
         self._grown[source - 1] += nodes
 
     def note_round(self, outcome: Outcome) -> None:
@@ -78,7 +78,7 @@ class SourceTally:
                 accepted[sources] += 1
 
     def counts(self) -> list[generation_pb2.SourceStats]:
-        """By source, those that have grown anything; a node that several have proposed counts for each."""
+        """Return statistics by source; a node of several sources counts for each."""
         accepted = {
             source: sum(count for sources, count in self._accepted.items() if sources >> source & 1)
             for source in GrowthSource
@@ -182,12 +182,12 @@ class Totals:
                 self.bare_undrafted += not session.draft_epochs
 
     def note_refusal(self, error: OutriderError) -> None:
-        """A request was refused before it began; for every door to call."""
+        """Count a request that was refused before it began; every API calls it."""
         reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
         self.refused[reason] += 1
 
     def note_end(self, generation: "Generation") -> None:
-        """A request has ended, in whatever way."""
+        """Count a request that has ended, however it did."""
         times, error = generation.times, generation.error
         for session in generation.sessions:
             if session.result is not None:

@@ -54,7 +54,7 @@ class WaitingSessions:
         self._note(session, 1)
 
     def next(self, *, has_begun: bool = False) -> Session | None:
-        """Take the next session out, perhaps of those alone whose requests have begun; None where there is none."""
+        """Take the next session out, perhaps of those alone whose requests have begun; return None if there is none."""
         if has_begun:
             found = next((session for session in self if session.generation.has_begun), None)
         else:

@@ -1,4 +1,4 @@
-"""Whether drafts know how good they are: predicted against observed acceptance, from what their heartbeats report.
+"""Calibration status of drafts: predicted against observed acceptance, from heartbeats.
 
 A reliability diagram has a bin for each range of estimates. Children of committed tokens fall into the bin of what was
 predicted of them; a calibrated draft has, in every bin, about as large a share of accepted ones as it predicted. The

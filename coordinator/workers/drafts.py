@@ -62,20 +62,20 @@ class Drafts:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def add(self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, sources: Iterable[int]) -> None:
-        """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
+        """Add a draft worker that is ready, and give it sessions without one; `sources` as in its introduction."""
         known = sources_from_proto(sources, default=(GrowthSource.MODEL,))
         places = SharedPlaces(limits)
         self.peers[worker_id] = DraftPeer(worker_id=worker_id, link=link, places=places, sources=known)
         self.assign_all()
 
     def remove(self, worker_id: str) -> None:
-        """A draft worker is gone: what it has grown stays, its sessions go to another if there is one."""
+        """Remove a lost draft worker: its nodes stay, its sessions go to another if there is one."""
         peer = self.peers.pop(worker_id, None)
         if peer is not None:
             self._take_from(peer, [self._sessions[session_id] for session_id in peer.sessions])
 
     def drain(self, worker_id: str) -> bool:
-        """Whether this is a draft; if so it loses its sessions, and gets no new ones."""
+        """Drain a draft worker and return True; return False for any other worker."""
         peer = self.peers.get(worker_id)
         if peer is None:
             return False
@@ -101,15 +101,15 @@ class Drafts:
     # ------------------------------------------------------------------------------------------------------- sessions
 
     def assign(self, session: Session) -> None:
-        """Gives a session the drafts that it lacks, as far as there is room."""
+        """Give a session the drafts that it lacks, as far as there is room."""
         self._assign(session, self._kinds())
 
     def assign_all(self) -> None:
-        """The same for all that are placed at a target."""
+        """Give all sessions at a target the drafts that they lack, as far as there is room."""
         self._assign_all(session for target in self._targets.values() for session in target.sessions.values())
 
     def _assign_all(self, sessions: Iterable[Session]) -> None:
-        """Those without any draft come first."""
+        """Assign drafts to all sessions, those without any first."""
         kinds = self._kinds()
         for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
             self._assign(session, kinds)
@@ -179,7 +179,7 @@ class Drafts:
 
     @staticmethod
     def _sources(session: Session) -> frozenset[GrowthSource]:
-        """Those of drafts that have something to say to it."""
+        """Return the draft workers' sources that may grow a session's tree."""
         return session.request.sources & (_CHAIN_SOURCES if session.is_chain else _DRAFT_SOURCES)
 
     @staticmethod
@@ -215,7 +215,7 @@ class Drafts:
         return None
 
     def let_go(self, session: Session) -> bool:
-        """Takes a session's places away, and closes it at its drafts; whether it had one."""
+        """Take a session's places away and close it at its drafts; return whether it had a place."""
         for worker_id, epoch in session.draft_epochs.items():
             peer = self.peers[worker_id]
             peer.sessions.discard(session.session_id)
@@ -258,7 +258,7 @@ class Drafts:
         self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
 
     def take_fault(self, worker_id: str, session_id: int, epoch: int, fault: SessionFault) -> None:
-        """A draft has refused a session, or has no room for it: it goes on without this draft.
+        """Handle a session that a draft has refused or has no room for: it goes on without this draft.
 
         A session that found no room may come back once the draft has places. Where a model and n-grams were to grow
         it, the model is taken for the one that refuses, since n-grams take sessions of any length.

@@ -138,7 +138,7 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
         self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate(metadata=metadata))
 
     def open_session(self, opening: common_pb2.SessionOpen) -> None:
-        """Asks the worker to grow this session's tree from now on."""
+        """Ask the worker to grow this session's tree from now on."""
         commands = self._commands()
         if commands.close_session_ids:
             # Within a message openings come first: the room that a close makes would not be there yet.
@@ -146,7 +146,7 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
         commands.opens.append(opening)
 
     def commit(self, commits: draft_pb2.CommitBatch) -> None:
-        """Tells the worker what was committed, now; what was to be sent before leaves with it."""
+        """Tell the worker what was committed, now; what was to be sent before leaves with it."""
         self._commands().commits.MergeFrom(commits)
         self._flush()
 
@@ -157,7 +157,7 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
         commands.resend_epochs.append(epoch)
 
     def close_session(self, session_id: int, epoch: int) -> None:
-        """Frees a session at the worker."""
+        """Free a session at the worker."""
         commands = self._commands()
         commands.close_session_ids.append(session_id)
         commands.close_epochs.append(epoch)

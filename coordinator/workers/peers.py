@@ -50,11 +50,11 @@ class _Peer:
 
     @property
     def is_avoided(self) -> bool:
-        """Whether it did not answer a moment ago."""
+        """True for a moment after a call without an answer."""
         return time.monotonic() - self._failed_s < _AVOIDED_S
 
     async def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        """Its answer; None where it has none."""
+        """Call the peer and return its answer; None without one."""
         try:
             return await getattr(self.stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -85,12 +85,12 @@ class Peers:
         self._unresolved = ""
 
     def start(self, own_address: str = "") -> None:
-        """Begins to follow the list; whoever stands there as `own_address` is not asked."""
+        """Begin to follow the list; whoever stands there as `own_address` is not asked."""
         if self._resolve is not None:
             self._following = asyncio.create_task(self._follow(self._resolve, own_address), name="peers")
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -104,11 +104,11 @@ class Peers:
         return next((answer.seed for answer in answers if answer.is_live), None)
 
     async def end(self, caller: str, request_ids: Sequence[str], reason: str) -> set[str]:
-        """Ends requests wherever else they run; returns the ids that were live."""
+        """End requests wherever else they run; return the ids that were live."""
         return _ended(await self._ask_all("End", self._end_request(caller, request_ids, reason)))
 
     async def abort(self, caller: str, request_ids: Sequence[str], reason: str) -> set[str]:
-        """As `end`, with patience: those that did not answer a moment ago are asked as well."""
+        """Abort requests at all peers; unlike `end`, asks those that failed a moment ago as well."""
         request = self._end_request(caller, request_ids, reason)
         return _ended(await _ask("End", request, list(self._peers.values()), timeout_s=_ABORT_TIMEOUT_S))
 
@@ -157,11 +157,11 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         self._live, self._incarnation = live, incarnation
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server."""
+        """Add the service to a server."""
         request_decoding.add_service(self, SERVICE, server)
 
     async def Find(self, request: peer_pb2.FindRequest, context: Any) -> peer_pb2.FindResponse:  # noqa: N802
-        """Whether a request runs here."""
+        """Return whether a request runs here."""
         await abort_unless_known(request, context)
         seed = None
         if request.incarnation != self._incarnation:
@@ -169,7 +169,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.FindResponse(is_live=seed is not None, seed=seed)
 
     async def End(self, request: peer_pb2.EndRequest, context: Any) -> peer_pb2.EndResponse:  # noqa: N802
-        """Ends requests that run here."""
+        """End requests that run here."""
         await abort_unless_known(request, context)
         if request.incarnation == self._incarnation:
             return peer_pb2.EndResponse()

@@ -26,7 +26,7 @@ class _Record:
 
 
 class Quarantine:
-    """Who is left alone, and for how long.
+    """Workers that get no sessions, and until when.
 
     Args:
         losses: that lead to the first pause.
@@ -39,7 +39,7 @@ class Quarantine:
         self._records: dict[str, _Record] = {}
 
     def note_loss(self, identity: str) -> float:
-        """A worker was lost; returns how long it is to be left alone."""
+        """Note the loss of a worker; return how long it is quarantined, in seconds."""
         now_s = clock.now_ns() / 1e9
         record = self._records.pop(identity, None)
         if record is None or now_s > max(record.losses[-1], record.until_s) + self._window_s:
@@ -57,6 +57,6 @@ class Quarantine:
         return self.left_s(identity)
 
     def left_s(self, identity: str) -> float:
-        """How long the worker is still to be left alone; 0 is not at all."""
+        """Return the rest of a worker's quarantine in seconds; 0 if there is none."""
         record = self._records.get(identity)
         return 0.0 if record is None else max(0.0, record.until_s - clock.now_ns() / 1e9)

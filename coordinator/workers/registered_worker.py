@@ -15,7 +15,7 @@ from outrider.v1 import common_pb2, registry_pb2
 
 @dataclass(kw_only=True, eq=False)
 class RegisteredWorker:
-    """What the registry knows of a worker.
+    """State of a registered worker.
 
     Attributes:
         news: set whenever something below has changed that whoever holds the lease acts upon.
@@ -50,32 +50,32 @@ class RegisteredWorker:
 
     @property
     def ids(self) -> dict[str, Any]:
-        """For a line of the log."""
+        """Ids for a log line."""
         return about(worker_id=self.worker_id)
 
     @property
     def identity(self) -> str:
-        """What outlives its process, as far as it is known."""
+        """Identity that survives restarts, as far as known."""
         return f"{self.introduction.role} {self.introduction.name or self.introduction.address}"
 
     @property
     def is_target(self) -> bool:
-        """Whether it verifies; otherwise it drafts."""
+        """True for a target, False for a draft."""
         return self.introduction.role == registry_pb2.WORKER_ROLE_TARGET
 
     @property
     def weights(self) -> common_pb2.Weights:
-        """What its model runs with, as it last said."""
+        """Weights last reported."""
         return self.introduction.model.weights
 
     @property
     def is_to_go(self) -> bool:
-        """Whether it drains, or is to be told to."""
+        """True if the worker drains or has been asked to."""
         return self.is_draining or self.drain_asked
 
     @property
     def state(self) -> str:
-        """As `WorkerStatus.state`."""
+        """State as in `WorkerStatus.state`."""
         if self.is_lost:
             return "lost"
         if self.is_draining:
@@ -87,7 +87,7 @@ class RegisteredWorker:
         return "serving" if self.is_serving else "connecting"
 
     def lose(self, reason: str, kind: LossKind = LossKind.BROKEN) -> None:
-        """Its data stream or its lease has ended, or a step of it does not come back."""
+        """Mark the worker as lost: its stream or lease ended, or a step hangs."""
         if not self.is_lost:
             self.is_lost, self.lost_reason, self.loss = True, reason, kind
             self.news.set()
@@ -109,12 +109,12 @@ class RegisteredWorker:
             self.lose(f"its step has not come back for {age_s:.1f} s", LossKind.HUNG)
 
     def leave(self) -> None:
-        """It has drained; where it is lost already, it has not."""
+        """Mark the worker as drained, unless it is lost."""
         self.has_left = self.has_left or not self.is_lost
         self.lose("it has drained", LossKind.SILENT)
 
     def hear(self, report: registry_pb2.WorkerReport) -> None:
-        """Takes a report after the introduction.
+        """Take a report after the introduction.
 
         Raises:
             ValueError: it says what no worker can.
@@ -130,18 +130,18 @@ class RegisteredWorker:
             self.news.set()
 
     def note_weights(self, weights: common_pb2.Weights) -> None:
-        """It has said what its model runs with."""
+        """Store newly reported weights."""
         if weights != self.weights:
             self.introduction.model.weights.CopyFrom(weights)
             self.news.set()
 
     def ask_to_drain(self) -> None:
-        """Has it told to drain, and to end."""
+        """Have the worker told to drain and to end."""
         self.drain_asked = True
         self.news.set()
 
     async def until_news(self, *, timeout_s: float | None = None) -> None:
-        """Waits for the next change, or for so long."""
+        """Wait for the next change, at most for this long."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.news.wait()

@@ -62,7 +62,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         request_iterator: AsyncIterator[registry_pb2.ReloadCommand],
         context: ServicerContext[registry_pb2.ReloadCommand, registry_pb2.ReloadReport],
     ) -> None:
-        """Changes the weights of all targets; see registry.proto."""
+        """Change the weights of all targets; see registry.proto."""
         try:
             async with contextlib.aclosing(self.reloads.serve(request_iterator)) as reports:
                 async for report in reports:
@@ -73,7 +73,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def Drain(  # noqa: N802
         self, request: registry_pb2.DrainRequest, context: ServicerContext[Any, Any]
     ) -> registry_pb2.DrainResponse:
-        """Asks a worker to drain and end; see registry.proto."""
+        """Ask a worker to drain and end; see registry.proto."""
         worker = self.workers.get(request.worker_id)
         if worker is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is registered here")
@@ -149,7 +149,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         reports: AsyncIterator[registry_pb2.WorkerReport],
         context: ServicerContext[Any, Any],
     ) -> None:
-        """Serves a worker from its introduction to the end of its lease."""
+        """Serve a worker from its introduction to the end of its lease."""
         self.workers[worker.worker_id] = worker
         self._scheduler.note_return(worker.worker_id)
         lease = registry_pb2.Lease(
@@ -185,7 +185,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def _serve(
         self, worker: RegisteredWorker, context: ServicerContext[Any, Any], lease: registry_pb2.Lease
     ) -> None:
-        """Until the worker is lost or has left: carries out what it, or somebody else, wants of its lease."""
+        """Serve a worker's lease until it is lost or has left."""
         is_told = is_emptied = False
         while not worker.is_lost:
             if worker.drain_asked and not is_told:

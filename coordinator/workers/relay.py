@@ -220,7 +220,7 @@ class Relay:
             self._scheduler.take_fault(session, _ENDED)
 
     def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
-        """The session if it is this target's under this epoch, and goes on."""
+        """Return the session if it is this target's under this epoch, and goes on."""
         session = target.sessions.get(session_id)
         if session is None or session.target_epoch != epoch or session.target_id != target.worker_id:
             return None
@@ -239,7 +239,7 @@ class Relay:
         self._deliver_soon()
 
     def forget(self, generation: Generation) -> None:
-        """A request has ended: nothing of it is written any more."""
+        """Forget a request that has ended: nothing of it is written any more."""
         self._line.pop(generation, None)
         self._end_write(generation)
         self._deliver_soon()

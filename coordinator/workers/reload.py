@@ -55,13 +55,13 @@ class Reloads:
 
     @property
     def running(self) -> common_pb2.Weights:
-        """What the targets run with; an empty version while nobody knows."""
+        """Weights of the targets; an empty version while unknown."""
         return self._model.weights
 
     # ------------------------------------------------------------------------------------------- who comes, and as what
 
     async def fit(self, worker: RegisteredWorker) -> None:
-        """Returns when a target that has registered runs with the service's weights, or is to go."""
+        """Wait until a registered target runs with the service's weights, or is to go."""
         while not worker.is_lost and not worker.is_to_go:
             problem = "the weights are being changed" if self._is_swapping else await self._fit(worker)
             if not problem:
@@ -73,7 +73,7 @@ class Reloads:
             await worker.until_news(timeout_s=_LOOK_S if self._is_swapping else _RETRY_S)
 
     async def _fit(self, worker: RegisteredWorker) -> str:
-        """Why it does not; empty where it does."""
+        """Return why a worker's weights do not fit; empty if they do."""
         own, running = worker.weights, self.running
         if not own.version or (own.version == running.version and own.reloads <= running.reloads):
             return ""
@@ -92,7 +92,7 @@ class Reloads:
         return report.error and f"it has old weights, and cannot load {wanted.version} of {wanted.path}: {report.error}"
 
     def follow(self, worker: RegisteredWorker) -> None:
-        """A target that serves runs with other weights than before: somebody else has ordered it, without this one."""
+        """Adopt a target's weights if another coordinator has reloaded them; lose the target if they are older."""
         own, running = worker.weights, self.running
         if self._is_active or not worker.has_weights or own.version == running.version:
             return
@@ -102,7 +102,7 @@ class Reloads:
             worker.lose(f"it runs with weights {own.version} now, the service with {running.version}")
 
     def _adopt(self, weights: common_pb2.Weights) -> None:
-        """From now on these are the service's: who serves with others starts over."""
+        """Make these weights the service's: targets that serve with others start over."""
         logger.info("the service runs with weights %s of %s", weights.version, weights.path)
         self._model.weights.CopyFrom(weights)
         gate = self._scheduler.weights
@@ -118,7 +118,7 @@ class Reloads:
     async def serve(
         self, commands: AsyncIterable[registry_pb2.ReloadCommand]
     ) -> AsyncGenerator[registry_pb2.ReloadReport, None]:
-        """Carries out one reload's commands; however they end, requests begin again, after a swap that has begun.
+        """Carry out one reload's commands; however they end, requests begin again, after a swap that has begun.
 
         Raises:
             WorkerRefused: another reload is under way, there is no target, or requests still run at a swap.
@@ -212,7 +212,7 @@ class Reloads:
         return registry_pb2.ReloadReport(targets=registry_pb2.TargetReports(targets=told))
 
     async def _tell(self, worker: RegisteredWorker, request: target_pb2.ReloadRequest) -> registry_pb2.TargetReport:
-        """Asks one target, for as long as it is there."""
+        """Ask one target, for as long as it is registered."""
         report = registry_pb2.TargetReport(
             worker_id=worker.worker_id, name=worker.introduction.name, address=worker.introduction.address
         )

@@ -1,4 +1,4 @@
-"""Which target a session goes to: one that has computed how it begins, as long as that one has not much more to do.
+"""Choice of a session's target: the one with the longest known prefix, unless it is much busier.
 
 A target keeps the KV of prompts it has seen (its prefix cache), so a session that begins like an earlier one starts
 sooner where that one ran. What a target has is not asked for but remembered: the prompts that were sent there, cut into

@@ -1,4 +1,4 @@
-"""Which of a worker's places this coordinator may use, where several coordinators share it.
+"""A coordinator's share of a worker's session slots where several coordinators use it.
 
 A worker takes so many sessions, whosever they are, and refuses more. Of P places at a worker that N coordinators use,
 each may count on its share, P / N. Beyond it a coordinator borrows what nobody uses:
@@ -19,7 +19,7 @@ from outrider.v1 import common_pb2, registry_pb2
 
 
 def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
-    """How many sessions this coordinator may have at a worker.
+    """Return how many sessions this coordinator may have at a worker.
 
     Args:
         most: that the worker takes.
@@ -53,7 +53,7 @@ class SharedPlaces:
         self.is_shared = self.has_others = False
 
     def hear(self, load: common_pb2.WorkerLoad, own: int) -> bool:
-        """A heartbeat has come, with `own` sessions there; returns whether there are more places than before."""
+        """Note a heartbeat, with `own` sessions there; return whether there are more places than before."""
         before = self.limits.max_sessions
         self.is_shared = load.coordinators > 1
         self._share = self._most // max(1, load.coordinators)
@@ -62,7 +62,7 @@ class SharedPlaces:
         return self.limits.max_sessions > before
 
     def note_refusal(self, own: int) -> bool:
-        """The worker has no room for one more than `own` sessions: no more go there before it is heard of again.
+        """Note that a worker has no room for more than `own` sessions: no more go there before its next heartbeat.
 
         Returns:
             Whether that one's place was borrowed, so that it had better wait elsewhere.

@@ -75,14 +75,14 @@ class TargetPeer:
         self._try_next()
 
     def clear(self, session: Session) -> None:
-        """A suspect has been cleared: it runs beside the others, and the next one is tried."""
+        """Clear a suspect: it runs beside the others, and the next one is tried."""
         if session in self.suspects:
             self._remove_suspect(session)
             self._bound(session)
             self._try_next()
 
     def note_round(self, sessions: Sequence[Session]) -> None:
-        """A round has given these sessions tokens."""
+        """Note that a round has given sessions tokens."""
         if self.on_trial is not None and sessions:
             self.last_turn = Turn.TRIAL if self.on_trial in sessions else Turn.OTHERS
 
@@ -124,14 +124,14 @@ class TargetPeer:
         self.link.bound(session.session_id, session.target_epoch, allow, alone=is_suspect)
 
     def lose(self, session: Session) -> None:
-        """The worker does not have the session any more, or has not taken it; its place here is kept."""
+        """Note that the worker has lost or refused a session; its place here is kept."""
         session.target_id = None
         if session in self.suspects:
             self._remove_suspect(session)
             self._try_next()
 
     def let_go(self, session: Session) -> bool:
-        """Take a session's place away, and close it at the worker; whether it had one."""
+        """Take a session's place away and close it at the worker; return whether it had one."""
         if self.sessions.pop(session.session_id, None) is None:
             return False
         if session.target_id == self.worker_id:

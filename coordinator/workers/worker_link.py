@@ -78,7 +78,7 @@ class WorkerLink(Generic[CommandsT]):
     """
 
     unread_bytes: int | None = None
-    """What the worker may send beyond what was read, about; None: megabytes."""
+    """Bytes that the worker may send beyond those read, about; None: megabytes."""
 
     def __init__(self, address: str, *, tls: TlsConfig | None, role: Role, on_lost: Callable[[str], None]) -> None:
         self.address = address
@@ -136,7 +136,7 @@ class WorkerLink(Generic[CommandsT]):
             await self._call.write(message)
 
     def _flush(self) -> None:
-        """Begins to write what is there at once, unless the writer is at it: its turn of the event loop is later."""
+        """Begin to write what is there at once, unless the writer is at it: its turn of the event loop is later."""
         if self.is_lost or self._is_writing or self._begun is not None:
             return
         begun = Begun(self._write_all(self._take_outgoing()))
@@ -150,7 +150,7 @@ class WorkerLink(Generic[CommandsT]):
         return outgoing
 
     async def ready(self, *, timeout_s: float) -> None:
-        """Waits until the worker answers.
+        """Wait until the worker answers.
 
         Raises:
             WorkerUnavailable: it does not in time.
@@ -162,7 +162,7 @@ class WorkerLink(Generic[CommandsT]):
             raise WorkerUnavailable(f"{self.address} did not answer within {timeout_s:g} s") from error
 
     async def close(self) -> None:
-        """Ends the stream; the worker closes the sessions that came over it."""
+        """End the stream; the worker closes the sessions that came over it."""
         self.is_lost = True
         for task in self._tasks:
             task.cancel()

@@ -75,7 +75,7 @@ def _load_model(config: DraftWorkerConfig) -> "tuple[ModelDrafter, common_pb2.Mo
 
 
 def _model_info(config: DraftWorkerConfig) -> common_pb2.ModelInfo:
-    """How a worker without a model introduces itself: by the folder's tokenizer and sizes, and without a dtype."""
+    """Return the model info of a worker without a model, from the folder's tokenizer and sizes, without a dtype."""
     folder = config.model_folder
     found = read_json_object(folder / "config.json")
     if found is None:

@@ -47,7 +47,7 @@ class CommitCommand:
 
 @dataclass(frozen=True, slots=True)
 class ResendCommand:
-    """Has a session's live tree sent again."""
+    """Request to send a session's live tree again."""
 
     owner: GrowthOwner
     key: Key

@@ -1,4 +1,4 @@
-"""What one step of tree attention attends to: the arrays of a step, and what is derived from them once per step.
+"""Arrays of one step of tree attention, and what is derived from them once a step.
 
 The arrays are the same for every layer, so everything that depends on them alone (gathered slot lists and masks on
 the CPU) is computed at the first layer and kept on the batch.
@@ -18,7 +18,7 @@ from outrider.kernels.argument_checks import check_tensors
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeAttentionBatch:
-    """Which keys each query row of a step may attend to.
+    """Keys that each query row of a step may attend to.
 
     Session s owns the query rows `query_start[s]` to `query_start[s + 1]` and the keys j < `key_len[s]`; key j lives
     in slot `slot_table[s, j]` of the caches. Row r of session s attends key j when `j < prefix_len[r]`, or when
@@ -182,7 +182,7 @@ def _plan_session(arrays: _HostArrays, session: int, rows: slice, keys: int) -> 
 
 
 def _visible(arrays: _HostArrays, session: int, rows: slice, first_key: int, keys: int) -> np.ndarray:
-    """Which keys from `first_key` on the rows see by prefix or tree mask, [rows, keys - first_key] bool."""
+    """Return which keys from `first_key` on the rows see, [rows, keys - first_key] bool."""
     visible = np.arange(first_key, keys) < arrays.prefix_len[rows, None]
     tree_start = arrays.tree_start[session]
     begin = max(tree_start, first_key)

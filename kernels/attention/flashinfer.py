@@ -100,7 +100,7 @@ def _check_arguments(
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What a plan depends on besides the batch."""
+    """Parameters of a plan besides the batch."""
 
     device: torch.device
     dtype: torch.dtype

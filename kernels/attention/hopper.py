@@ -59,7 +59,7 @@ def _add(a, b):
 @gluon.jit
 def _plan(query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys, least_keys,
           GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_S: gl.constexpr):  # fmt: skip
-    """As `_plan` of the other kernels: rows, keys, tiles, splits and unit ends of every session, [BLOCK_S]."""
+    """Return rows, keys, tiles, splits and unit ends of every session, [BLOCK_S]; as `_plan` of `kernels.py`."""
     session = gl.arange(0, BLOCK_S, layout=gl.BlockedLayout([1], [32], [4], [0]))
     begin = gl.load(query_start_ptr + session, mask=session <= sessions, other=rows)
     end = gl.load(query_start_ptr + session + 1, mask=session < sessions, other=rows)
@@ -90,7 +90,7 @@ def _reach(
     prefix_len_ptr, tree_mask_ptr, row_begin, row_end, packed_begin, tree_start, words, key_len,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_W: gl.constexpr,
 ):  # fmt: skip
-    """How many keys all rows of a tile see by their prefixes, and the end of the keys that any of them sees."""
+    """Return how many keys all rows of a tile see by their prefixes, and the end of the keys that any sees."""
     TALL: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
     row = row_begin + (packed_begin + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TALL))) // GROUP
     row_ok = row < row_end

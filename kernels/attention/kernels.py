@@ -99,7 +99,7 @@ def _tree_bits(tree_mask_ptr, row, row_ok, offset, words):
 
 @jit
 def _visible(tree_mask_ptr, row, row_ok, prefix_len, begin, tree_start, words, BLOCK_N: tl.constexpr):
-    """Which of the keys `begin` to `begin` + BLOCK_N the rows see by their prefix or their tree mask, [M, N] bool."""
+    """Return which keys `begin` to `begin` + BLOCK_N the rows see, [M, N] bool."""
     lane = tl.arange(0, BLOCK_N)
     bits = _tree_bits(tree_mask_ptr, row, row_ok, begin - tree_start, words)
     half = tl.where((lane & 32)[None, :] != 0, (bits >> 32).to(tl.uint32)[:, None], bits.to(tl.uint32)[:, None])

@@ -62,7 +62,7 @@ class AttentionCall:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the query and both caches."""
+        """Strides of the query and both caches."""
         return (*self.query.stride(), *self.key_cache.stride(), *self.value_cache.stride())
 
     def lists(self) -> tuple[torch.Tensor, ...]:
@@ -72,7 +72,7 @@ class AttentionCall:
         return (batch.slot_table, *(tensor.contiguous() for tensor in lists))
 
     def sizes(self, grid: Grid) -> tuple[int, ...]:
-        """What both passes over the keys know of sizes."""
+        """Return the size arguments of both passes over the keys."""
         batch = self.batch
         return (
             batch.key_len.shape[0],
@@ -87,7 +87,7 @@ class AttentionCall:
         )
 
     def is_wide(self) -> bool:
-        """Whether places in the caches need 64 bits."""
+        """Return True if offsets into the caches need 64 bits."""
         return any(
             sum(size * abs(stride) for size, stride in zip(cache.shape, cache.stride(), strict=True)) >= 2**31
             for cache in (self.key_cache, self.value_cache)
@@ -96,7 +96,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How a launch cuts its work.
+    """Tile sizes of a launch.
 
     Attributes:
         rows: packed rows of a tile.
@@ -154,7 +154,7 @@ _FEW_ROWS, _FEW_ON_AVERAGE, _LONG_KEYS = 320, 64, 65536
 
 
 def choose_tiles(call: AttentionCall) -> Tiles:
-    """What measured fastest on an H200 for this shape."""
+    """Return the tiles that measured fastest on an H200 for this shape."""
     packed_rows = call.batch.max_query_len * call.group
     if call.query.element_size() > 2:
         # Products in float32 keep their rows in registers. Heads of 128 spill 8 KB a thread from 64 rows, for which the
@@ -176,7 +176,7 @@ def choose_tiles(call: AttentionCall) -> Tiles:
 
 
 def _can_specialise(call: AttentionCall) -> bool:
-    """Whether the kernel for Hopper takes these arguments; the plain one takes all."""
+    """Return True if the Hopper kernel takes these arguments; the plain kernel takes all."""
     plain = call.numbers.softcap > 0 or call.numbers.sliding_window > 0
     # Of results that do not depend on the batch.
     fixed = call.batch.split_keys is not None or call.batch.paths is not None
@@ -266,7 +266,7 @@ def launch(call: AttentionCall) -> torch.Tensor:
 
 
 def _shape(call: AttentionCall) -> dict[str, int]:
-    """What every kernel is compiled for."""
+    """Return the compile-time sizes of every kernel."""
     return {
         "HEADS_KV": call.heads_kv,
         "GROUP": call.group,
@@ -276,7 +276,7 @@ def _shape(call: AttentionCall) -> dict[str, int]:
 
 
 def _pass(call: AttentionCall, tiles: Tiles, grid: Grid) -> dict[str, int]:
-    """What both passes over the keys are compiled for, and how they are launched."""
+    """Return the compile-time and launch options of both passes over the keys."""
     return {
         **_shape(call),
         "HAS_PARTIAL": grid.splits > 1,
@@ -387,7 +387,7 @@ def _block_d(call: AttentionCall) -> int:
 
 @functools.cache
 def runs_specialised(device: torch.device) -> bool:
-    """Whether the kernel for Hopper can be built and run."""
+    """Return True if the Hopper kernel can be built and run."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     from outrider.kernels.attention.hopper import HAS_GLUON

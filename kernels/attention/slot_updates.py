@@ -1,4 +1,4 @@
-"""What a forward pass does with slots before its first layer.
+"""Slot preparation before the first layer of a forward pass.
 
     gather_slot_rows     out[s, :key_len[s]] = table[rows[s], :key_len[s]]
     store_positions      slot_positions[write_slots[t]] = positions[t]

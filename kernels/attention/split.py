@@ -1,4 +1,4 @@
-"""Which keys of a step every row of a session sees, and which only some of its rows see.
+"""Split of a step's keys into those that all rows of a session see, and those that some rows see.
 
     shared   seen by every row of the session    nearly all of a long context
     masked   seen by some of its rows            the tree, a prefill chunk's own keys, the edge of a sliding window
@@ -113,7 +113,7 @@ def _sees(
     num_slots: int,
     sliding_window: int,
 ) -> torch.Tensor:
-    """Whether each row sees the key `index` of its session: three [C] int64 tensors give [C] bool."""
+    """Return whether each row sees the key `index` of its session: three [C] int64 tensors give [C] bool."""
     slot = batch.slot_table[session, index]
     in_cache = (slot >= 0) & (slot < num_slots) & (index < batch.key_len[session])
     seen = in_cache & ((index < batch.prefix_len[row]) | _tree_bit(batch, row, index - batch.tree_start[session]))

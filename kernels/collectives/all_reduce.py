@@ -76,7 +76,7 @@ def exchange_parts(parts: torch.Tensor, mailbox: Mailbox, dtype: torch.dtype | N
 
 
 def exchange_parts_reference(parts: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What `exchange_parts` gives every rank when rank r calls it with parts[r], [P, T, N] each, in plain torch."""
+    """Return the result of `exchange_parts` where rank r gives parts[r], [P, T, N] each, in plain torch."""
     return torch.stack([rank_parts.float().sum(0).to(dtype or rank_parts.dtype) for rank_parts in parts])
 
 
@@ -110,5 +110,5 @@ def gather_columns(columns: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
 
 
 def gather_columns_reference(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What `gather_columns` gives rank 0 when rank r calls it with columns[r], [R, v] each, in plain torch."""
+    """Return the result of `gather_columns` where rank r gives columns[r], [R, v] each, in plain torch."""
     return torch.cat(list(columns), dim=1)

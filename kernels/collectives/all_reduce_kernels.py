@@ -225,7 +225,7 @@ def _announce_and_wait(
     PROGRAMS: tl.constexpr,
     RECEIVERS: tl.constexpr,
 ):
-    """Tells the same program of the first RECEIVERS ranks that what it wrote there is complete; these wait for all."""
+    """Tell the same program of the first RECEIVERS ranks that what it wrote there is complete; these wait for all."""
     call = tl.load(calls_ptr + program) + 1
     done = call
     # Every thread's stores come before the one thread's release below.

@@ -80,7 +80,7 @@ def exchange_norm_reference(
     eps: float,
     addend_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `exchange_norm` gives every rank when rank r calls it with parts[r], in plain torch."""
+    """Return the result of `exchange_norm` where rank r gives parts[r], in plain torch."""
     letters = torch.stack([rank_parts.float().sum(0).to(hidden.dtype) for rank_parts in parts])
     return residual_norm_reference(hidden, letters, weight, eps=eps, addend_weight=addend_weight)
 

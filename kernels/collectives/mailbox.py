@@ -26,7 +26,7 @@ SMALL_MOST = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class MailboxLayout:
-    """Where things lie in every rank's mailbox.
+    """Sizes and offsets of the parts of every rank's mailbox, in bytes.
 
     Attributes:
         world_size: W.
@@ -44,22 +44,22 @@ class MailboxLayout:
 
     @property
     def counts_bytes(self) -> int:
-        """Of the counts."""
+        """Bytes of the counts."""
         return COUNT_KINDS * self.world_size * PROGRAMS * 8
 
     @property
     def inbox_bytes(self) -> int:
-        """Of one inbox."""
+        """Bytes of one inbox."""
         return self.world_size * self.letter_bytes
 
     @property
     def small_inbox_bytes(self) -> int:
-        """Of one inbox of small letters: a word of eight bytes for every number."""
+        """Bytes of one inbox of small letters: a word of eight bytes a number."""
         return self.world_size * SMALL_MOST * 8
 
     @property
     def total_bytes(self) -> int:
-        """Of a mailbox."""
+        """Bytes of a mailbox."""
         return self.gathered_start + self.gathered_bytes
 
     def inbox_start(self, turn: int) -> int:
@@ -72,7 +72,7 @@ class MailboxLayout:
 
     @property
     def rows_inbox_bytes(self) -> int:
-        """Of one inbox of rows: a word of eight bytes for every two numbers."""
+        """Bytes of one inbox of rows: a word of eight bytes for every two numbers."""
         return self.world_size * self.row_counts * self.row_size // 2 * 8
 
     def rows_inbox_start(self, turn: int) -> int:
@@ -87,7 +87,7 @@ class MailboxLayout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inbox:
-    """Where the letters of one call arrive.
+    """Inbox of one call's letters.
 
     Attributes:
         letters: [W count] as they are read.
@@ -173,13 +173,13 @@ class Mailbox:
         return words, self._row_addresses[turn]
 
     def takes_rows(self, rows: int, size: int) -> bool:
-        """Whether so many rows of this size can be summed and normed in one launch."""
+        """Return True if this many rows of this size can be summed and normed in one launch."""
         return rows <= self.layout.row_counts and size == self.layout.row_size
 
     def takes_letter(self, count: int, dtype: torch.dtype) -> bool:
-        """Whether there is room for a letter of so many numbers."""
+        """Return True if a letter of this many numbers fits."""
         return count * dtype.itemsize <= self.layout.letter_bytes
 
     def takes_columns(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        """Whether there is room for a matrix of all ranks' columns."""
+        """Return True if a matrix of all ranks' columns fits."""
         return rows * columns * dtype.itemsize <= self.layout.gathered_bytes

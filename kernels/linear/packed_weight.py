@@ -78,7 +78,7 @@ class PackedWeight:
 
 
 def size_of(rows: int) -> int:
-    """How many rows a product of so many, 1 to `ROW_SIZES[-1]`, is run with."""
+    """Return the row count that a product of `rows`, 1 to `ROW_SIZES[-1]`, is padded to."""
     return ROW_SIZES[bisect_left(ROW_SIZES, rows)]
 
 

@@ -28,7 +28,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def can_scale_rows(rows: torch.Tensor, weight: ScaledWeight) -> bool:
-    """Whether `scaled_product` takes them: bfloat16 on a device with 8-bit matrix units, sizes multiples of 16."""
+    """Return True if `scaled_product` takes rows and weight: bfloat16, 8-bit matrix units, sizes multiples of 16."""
     return rows.dtype == torch.bfloat16 and not any(size % 16 for size in weight.shape) and _has_units(rows.device)
 
 

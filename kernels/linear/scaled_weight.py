@@ -48,12 +48,12 @@ class ScaledWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of values and scales."""
         return self.values.device
 
     @property
     def nbytes(self) -> int:
-        """Of values and scales."""
+        """Bytes of values and scales."""
         return self.values.nbytes + self.scales.nbytes
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -113,7 +113,7 @@ def scaled_weight(values: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
 
 
 def is_interleaved(inner: int) -> bool:
-    """Whether weights of `inner` columns are stored in another order."""
+    """Return True if weights of `inner` columns are stored interleaved."""
     return inner > 0 and inner % _GROUP == 0
 
 

@@ -111,7 +111,7 @@ def gated_linear(rows: torch.Tensor, weight: Weight, *, activation: Activation, 
 
 
 def _is_ours(call: ProductCall) -> bool:
-    """Whether our kernels run it; products of float32 and of many rows are torch's, where any order of sums will do."""
+    """Return True if the skinny kernels run the product; torch runs float32 and products of many rows."""
     if call.fixed or not call.rows.is_cuda:
         return True
     return call.rows.shape[0] <= MOST_ROWS and (can_stream(call) or can_widen(call))

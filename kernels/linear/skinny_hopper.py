@@ -57,7 +57,7 @@ __all__ = ["HAS_GLUON", "TensorDescriptor", "block_layout", "skinny_linear_hoppe
 
 
 def block_layout() -> Any:
-    """How a block of 16-bit numbers, 64 of K wide, lies in shared memory."""
+    """Return the shared-memory layout of a block of 16-bit numbers, 64 of K wide."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -87,7 +87,7 @@ def _load(
     weight_smem, up_smem, rows_smem, more_smem, ready, free,
     GATED: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
-    """Ask for blocks [first, last) of a unit, each as soon as its place in the ring is free; the ring's next place."""
+    """Ask for blocks [first, last) of a unit, each as soon as its place in the ring is free; return the next place."""
     STAGES: gl.constexpr = weight_smem.shape[0]
     BLOCK_N: gl.constexpr = weight_smem.shape[1]
     BLOCK_K: gl.constexpr = weight_smem.shape[2]

@@ -33,7 +33,7 @@ __all__ = ["scaled_block_layout", "skinny_linear_hopper_scaled_kernel"]
 
 
 def scaled_block_layout() -> Any:
-    """How a block of 8-bit numbers, 128 of K wide, lies in shared memory."""
+    """Return the shared-memory layout of a block of 8-bit numbers, 128 of K wide."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 

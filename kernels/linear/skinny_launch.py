@@ -43,7 +43,7 @@ class ProductCall:
 
     @property
     def columns(self) -> int:
-        """Of the result."""
+        """Columns of the result."""
         return self.weight.shape[0] // (1 if self.activation is None else 2)
 
     @property
@@ -59,7 +59,7 @@ class ProductCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How a launch for Hopper cuts its work.
+    """Tile sizes of a launch for Hopper.
 
     Attributes:
         rows, more: rows of the batch that a unit takes, in two blocks; the second may have none.
@@ -87,7 +87,7 @@ def launch(call: ProductCall) -> torch.Tensor:
 
 
 def can_stream(call: ProductCall) -> bool:
-    """Whether the kernel for Hopper takes these arguments; the plain one takes all."""
+    """Return True if the Hopper kernel takes these arguments; the plain kernel takes all."""
     if not _has_stream(call.rows.device) or call.rows.element_size() != 2:
         return False
     if isinstance(call.weight, ScaledWeight) and not is_interleaved(call.weight.shape[1]):
@@ -100,12 +100,12 @@ def can_stream(call: ProductCall) -> bool:
 
 
 def can_widen(call: ProductCall) -> bool:
-    """Whether a weight of 8 bits that cannot stream is widened by the plain kernel: torch would write it out first."""
+    """Return True if the plain kernel widens an 8-bit weight that cannot stream; torch would write it out first."""
     return isinstance(call.weight, ScaledWeight) and call.rows.element_size() == 2 and _converts(call.rows.device)
 
 
 def choose_tiles(call: ProductCall) -> Tiles:
-    """What measured fastest on an H200.
+    """Return the tiles that measured fastest on an H200.
 
     Where the call is `fixed`, the number of rows decides only how many of them are multiplied at once, which changes no
     sum.
@@ -129,7 +129,7 @@ def choose_tiles(call: ProductCall) -> Tiles:
 
 
 def _registers(call: ProductCall, rows: int, columns: int) -> int:
-    """Of a thread: as few as the sums, and with 8 bits a block of the widened weight, fit in."""
+    """Return the registers of a thread: the fewest that hold the sums and, with 8 bits, a widened block."""
     if not isinstance(call.weight, ScaledWeight):
         return 64 if rows <= 32 else 96
     # With fewer the compiler has each of a block's products wait for the one before.
@@ -222,7 +222,7 @@ def _launch_any(call: ProductCall) -> torch.Tensor:
 
 @functools.cache
 def _has_stream(device: torch.device) -> bool:
-    """Whether the kernel for Hopper can be built and run."""
+    """Return True if the Hopper kernel can be built and run."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     from outrider.kernels.linear.skinny_hopper import HAS_GLUON
@@ -232,7 +232,7 @@ def _has_stream(device: torch.device) -> bool:
 
 @functools.cache
 def _converts(device: torch.device) -> bool:
-    """Whether Triton converts float8_e4m3 there."""
+    """Return True if Triton converts float8_e4m3 on this device."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -47,7 +47,7 @@ __all__ = ["TreeEnd", "re_root", "re_root_reference"]
 
 
 class TreeEnd(enum.IntEnum):
-    """Where commits have left a row's tree."""
+    """State of a row's tree after commits."""
 
     NONE = 0
     """Nothing was committed."""

@@ -128,7 +128,18 @@ class Records:
         acceptance: float,
         drafter: int = 0,
     ) -> None:
-        """Add a node: `parent_id` 0 is the token at index as_of - 1; `drafter` is the number of its kind, 0 to 7."""
+        """Add a node.
+
+        Args:
+            row, generation: of the pool.
+            place: of the worker that has grown it.
+            node_id: that the worker gave it.
+            parent_id: its parent's id; 0 is the token at index `as_of` - 1.
+            as_of: tokens that were committed when it grew.
+            token: its token.
+            acceptance: estimated chance that it is accepted, given that its parent is.
+            drafter: number of the drafter's kind, 0 to 7.
+        """
         # The bits of -0.0 are not those of 0.0.
         words = (node_id, parent_id, as_of, token, int(np.float32(acceptance + 0.0).view(np.int32)))
         self._add(RecordKind.GROWTH, row, generation, *words, place=place, drafter=1 << drafter)

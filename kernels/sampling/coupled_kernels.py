@@ -61,7 +61,7 @@ def launch_topk(rows: SamplingRows, k: int) -> tuple[torch.Tensor, torch.Tensor,
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class _Chosen:
-    """What the launches leave: tokens [T, k], and log q and scores [T, k] where masses were asked for."""
+    """Outputs of the launches: tokens [T, k]; log q and scores [T, k] where masses were asked for."""
 
     tokens: torch.Tensor
     log_q: torch.Tensor

@@ -25,7 +25,7 @@ _MOST_TOKENS = 2048
 
 
 def apply_grammar_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Sets the logits of tokens that are not allowed to -inf, in place.
+    """Set the logits of tokens that are not allowed to -inf, in place.
 
     Args:
         logits: [T, V] float32, changed.

@@ -36,7 +36,7 @@ _PROGRAMS = 132 * 8
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualPlan:
-    """What a walk leaves on the device for the draw.
+    """Plan that a walk leaves on the device for the residual draw.
 
     Attributes:
         columns: [bs, PLAN_COLUMNS] int64, see `store_plan`.
@@ -83,7 +83,7 @@ def with_dense_rows(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def overlap_options(tensor: torch.Tensor) -> dict[str, bool]:
-    """How the draw is launched: on a GPU that can, before the walk has ended, to wait for it there."""
+    """Return launch options of the draw: from Hopper on it starts before the walk has ended, and waits for it."""
     overlaps = (
         tensor.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
     )

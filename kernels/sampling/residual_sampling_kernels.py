@@ -25,7 +25,7 @@ _PLAN_COLUMNS = tl.constexpr(PLAN_COLUMNS)
 
 @jit
 def store_plan(columns_ptr, uniforms_ptr, request, target_row, draft_row, place, excluded, uniform):
-    """For a walk: request `request` draws from these rows; also starts its count of arrivals."""
+    """Store the rows that request `request` draws from, and reset its count of arrivals."""
     columns_ptr += request * _PLAN_COLUMNS
     tl.store(columns_ptr, target_row.to(tl.int64))
     tl.store(columns_ptr + 1, draft_row.to(tl.int64))

@@ -37,7 +37,20 @@ def checked_rows(
     logit_bias: torch.Tensor | None,
     choice_index: torch.Tensor | None,
 ) -> SamplingRows:
-    """The arguments as one object; raises ValueError naming the one that does not fit."""
+    """Return the arguments as one object.
+
+    Args:
+        logits: [T, V] float.
+        seeds: [T] int64.
+        positions: [T] int32 or int64.
+        temperature, top_p, min_p: [T] float32.
+        top_k: [T] int32 or int64.
+        logit_bias: [T, V] float, or None.
+        choice_index: [T] int32 or int64, or None.
+
+    Raises:
+        ValueError: an argument of another shape or type, with its name.
+    """
     rows = SamplingRows(
         logits=logits,
         seeds=seeds,

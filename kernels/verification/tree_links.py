@@ -98,7 +98,7 @@ def _node_view(name: str, tensor: torch.Tensor, requests: int, nodes: int) -> to
 
 
 def stretch_of(nodes: int) -> int:
-    """How many nodes a kernel's loop over all nodes but the root takes at a time; less than n, but for n = 1."""
+    """Return the nodes of one iteration of a kernel's loop over all but the root; less than n, except for n = 1."""
     return next(stretch for stretch in (16, 4, 1) if stretch < max(nodes, 2))
 
 

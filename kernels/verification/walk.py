@@ -78,7 +78,7 @@ _COIN = np.float32(2**-24)
 
 
 class Finish(enum.IntEnum):
-    """How a session has ended, if it has."""
+    """End of a session, if it has ended."""
 
     NONE = 0
     STOP = 1

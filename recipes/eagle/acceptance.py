@@ -43,7 +43,7 @@ STEPS, TEMPERATURES, NODES = (1, 2, 4, 6, 8), (0.0, 1.0), 32
 
 
 class GivenSteps(DraftSteps):
-    """As many steps before every round, whatever they bring."""
+    """Fixed number of steps before every round, whatever they bring."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ def load_target(folder: Path, device: torch.device) -> Llama:
 
 
 def load_head(head: Eagle3, folder: Path) -> None:
-    """Takes the weights of a head that `save_head` wrote.
+    """Load the weights of a head that `save_head` wrote.
 
     Where it had fewer feed-forward units, or fewer query heads of its one key and value head, the others keep what they
     begin with: they write nothing yet, so the function is the same. Where it had more units, those of the largest
@@ -39,7 +39,7 @@ def load_head(head: Eagle3, folder: Path) -> None:
 
 
 def save_head(head: Eagle3, folder: Path, *, bos: int = END_OF_TEXT_ID, eos: int = END_OF_TEXT_ID) -> None:
-    """Writes config.json and model.safetensors, bfloat16; output layer and embedding stay the target's."""
+    """Write config.json and model.safetensors, bfloat16; output layer and embedding stay the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
     file = folder / "model.safetensors"

@@ -61,7 +61,7 @@ def run_loop(
     answer_share: float,
     save: Callable[[], None],
 ) -> int:
-    """Steps until the time is over; how many.
+    """Step until the time is over; return how many steps there were.
 
     Args:
         head: changed.
@@ -160,7 +160,7 @@ def judge_rows(drafted: Tensor, wanted: Tensor, places: Tensor, temperature: Ten
 def _learn(
     head: Eagle3, target: Llama, text: TargetRows, *, chains: int, recipe: Recipe, judge: Judge
 ) -> list[tuple[Tensor, Tensor]]:
-    """Adds to the gradients; mean KL and total variation of each drafting step."""
+    """Add to the gradients; return mean KL and total variation of each drafting step."""
     tokens, chosen_at, features, last = text
     unroll, dtype = recipe.unroll, features.dtype
     # Where nobody chose, what is asked is what temperature 1 asks.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How much is written: `rounds` of `sequences`, each of `tokens` that begin with a piece of source.
+    """Amount of text to write: `rounds` of `sequences`, each of `tokens` that begin with a piece of source.
 
     `temperatures` are spread evenly over the sequences of a round.
     """

@@ -56,7 +56,7 @@ STAGES = ("text", "train", "install")
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """Where the stages work.
+    """Folders, device and target of the stages.
 
     Attributes:
         work: folder for everything in between.
@@ -72,7 +72,7 @@ class Workplace:
 
 
 def read_text(recipe: Recipe, work: Path) -> None:
-    """Writes the source as tokens."""
+    """Write the source as tokens."""
     from text import collect_installed
 
     tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
@@ -162,7 +162,7 @@ def conversation_text(recipe: Recipe, folder: Path, device: torch.device) -> Tex
 
 
 def train(recipe: Recipe, place: Workplace) -> None:
-    """Trains the head and writes its checkpoint and what it measured."""
+    """Train the head and write its checkpoint and what it measured."""
     torch.set_float32_matmul_precision("high")
     work, device = place.work, place.device
     target = load_target(place.target, device).to(recipe.compute_dtype(device))
@@ -203,7 +203,7 @@ def train(recipe: Recipe, place: Workplace) -> None:
 
 
 def install(recipe: Recipe, work: Path) -> None:
-    """Replaces the drafter that the repository carries, and its report."""
+    """Replace the drafter that the repository carries, and its report."""
     shutil.rmtree(MODELS / recipe.name, ignore_errors=True)
     shutil.copytree(work / "head", MODELS / recipe.name)
     report = "block_report.json" if recipe.rank else "report.json"
@@ -211,7 +211,7 @@ def install(recipe: Recipe, work: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the chosen stages in order."""
+    """Run the chosen stages in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, help="default: all; with --conversations, train alone")
     parser.add_argument("--block", action="store_true", help="train a block drafter")

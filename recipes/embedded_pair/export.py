@@ -57,7 +57,7 @@ def hugging_face_config(shape: LlamaShape, special: SpecialTokens) -> "LlamaConf
 
 
 def save_checkpoint(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes a bfloat16 checkpoint of the pair and checks that transformers computes the same logits from it.
+    """Write a bfloat16 checkpoint of the pair and check that transformers computes the same logits from it.
 
     Raises:
         ValueError: transformers' logits differ from this module's.
@@ -98,7 +98,7 @@ def save_weights(model: Llama, folder: Path, special: SpecialTokens, *, row_of: 
 
 
 def check_checkpoint(folder: Path, shape: LlamaShape) -> None:
-    """Compares transformers' logits with this module's, in float32 on the CPU."""
+    """Compare transformers' logits with this module's, in float32 on the CPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ours = load_checkpoint(folder, shape, torch.device("cpu"))

@@ -162,6 +162,6 @@ def rotary_tables(shape: LlamaShape, length: int, device: torch.device) -> tuple
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns [N, H, T, D] by its positions' angles; channel d is paired with channel d + D/2."""
+    """Turn [N, H, T, D] by its positions' angles; channel d is paired with channel d + D/2."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,4 +1,4 @@
-"""What the pair is worth on held-out files: compression, agreement, overlap, and a few completions."""
+"""Report on the pair over held-out files: compression, agreement, overlap, and a few completions."""
 
 import logging
 import math

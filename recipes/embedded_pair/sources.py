@@ -27,7 +27,7 @@ LICENCE_HEADER = re.compile(r"\A(?:#[^\n]*\n|\s*\n)+")
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusLimits:
-    """What a source file must satisfy to be kept, and how the held-out part is drawn."""
+    """Conditions on a source file to be kept, and the draw of the held-out part."""
 
     min_file_bytes: int = 300
     max_file_bytes: int = 300_000
@@ -166,7 +166,7 @@ def _clean_text(content: bytes, limits: CorpusLimits) -> str | None:
 
 
 def is_new(text: str, seen_texts: set[int], seen_lines: set[int], duplicate_share: float) -> bool:
-    """Whether the text and enough of its telling lines are new; a new text's lines are remembered."""
+    """Return True if the text and enough of its telling lines are new; a new text's lines are remembered."""
     digest = file_digest(text)
     if digest in seen_texts:
         return False

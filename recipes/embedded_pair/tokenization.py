@@ -54,7 +54,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], batch: int = 51
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
-    """Writes tokenizer.json and the tokenizer_config.json that transformers reads beside it."""
+    """Write tokenizer.json and the tokenizer_config.json that transformers reads beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -70,7 +70,7 @@ TINY = replace(
 
 
 def build_corpus(recipe: Recipe, work: Path) -> None:
-    """Collects the source, trains the tokenizer, and writes token streams and prompts."""
+    """Collect the source, train the tokenizer, and write token streams and prompts."""
     files = collect(work, CorpusLimits())
     train = [file.text for file in files if not file.held_out]
     held_out: list[SourceFile] = [file for file in files if file.held_out]
@@ -84,7 +84,7 @@ def build_corpus(recipe: Recipe, work: Path) -> None:
 
 
 def build_target(recipe: Recipe, work: Path, device: torch.device) -> None:
-    """Trains the target alone."""
+    """Train the target alone."""
     stream = load_stream(str(work / "train.bin"), device)
     model = train_target(recipe.target, stream, recipe.target_training)
     # Rounded here already: what the draft learns from is then what a bfloat16 checkpoint would say.
@@ -92,7 +92,7 @@ def build_target(recipe: Recipe, work: Path, device: torch.device) -> None:
 
 
 def build_draft(recipe: Recipe, work: Path, device: torch.device) -> None:
-    """Distils the target into the draft."""
+    """Distil the target into the draft."""
     stream = load_stream(str(work / "train.bin"), device)
     target = load_weights(work / "target.pt", recipe.target, device)
     draft = new_model(recipe.draft, device, recipe.draft_training.seed)
@@ -101,7 +101,7 @@ def build_draft(recipe: Recipe, work: Path, device: torch.device) -> None:
 
 
 def build_pair(recipe: Recipe, work: Path, device: torch.device) -> None:
-    """Finishes both models together and writes their checkpoints."""
+    """Finish both models together and write their checkpoints."""
     stream = load_stream(str(work / "train.bin"), device)
     target = load_weights(work / "target.pt", recipe.target, device)
     draft = load_weights(work / "draft.pt", recipe.draft, device)
@@ -111,7 +111,7 @@ def build_pair(recipe: Recipe, work: Path, device: torch.device) -> None:
 
 
 def write_report(recipe: Recipe, work: Path, device: torch.device) -> None:
-    """Measures the exported pair on held-out files and writes report.json."""
+    """Measure the exported pair on held-out files and write report.json."""
     target = load_checkpoint(work / "target", recipe.target, device)
     draft = load_checkpoint(work / "draft", recipe.draft, device)
     tokenizer = load_tokenizer(work)
@@ -134,7 +134,7 @@ def write_report(recipe: Recipe, work: Path, device: torch.device) -> None:
 
 
 def install(work: Path) -> None:
-    """Replaces the checkpoints, the prompts and the report that the repository carries."""
+    """Replace the checkpoints, the prompts and the report that the repository carries."""
     for name in ("target", "draft"):
         shutil.rmtree(MODELS / name, ignore_errors=True)
         shutil.copytree(work / name, MODELS / name)
@@ -155,7 +155,7 @@ def load_tokenizer(work: Path) -> Tokenizer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the chosen stages in order."""
+    """Run the chosen stages in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--work", type=Path, default=ROOT / "corpus", help="folder for everything in between")

@@ -79,7 +79,7 @@ def load_stream(path: str, device: torch.device) -> Tensor:
 
 
 def train_target(shape: LlamaShape, stream: Tensor, config: TrainingConfig) -> Llama:
-    """Trains a Llama of this shape to predict the next token of the stream."""
+    """Train a Llama of this shape to predict the next token of the stream."""
     model = new_model(shape, stream.device, config.seed)
 
     def losses(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def train_target(shape: LlamaShape, stream: Tensor, config: TrainingConfig) -> L
 
 
 def distil(target: Llama, draft: Llama, stream: Tensor, config: TrainingConfig) -> None:
-    """Trains the draft towards the whole next-token distribution of the target, which stays as it is."""
+    """Train the draft towards the whole next-token distribution of the target, which stays as it is."""
     target.requires_grad_(False)
 
     def losses(inputs: Tensor, _labels: Tensor) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def distil(target: Llama, draft: Llama, stream: Tensor, config: TrainingConfig) 
 
 
 def train_jointly(target: Llama, draft: Llama, stream: Tensor, config: JointConfig) -> None:
-    """Goes on with the distillation while the target, too, is pulled towards the draft.
+    """Go on with the distillation while the target, too, is pulled towards the draft.
 
     The target gives up a little compression where the draft cannot follow it anyway; the pair agrees far more often.
     """

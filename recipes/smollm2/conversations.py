@@ -32,7 +32,7 @@ OPENINGS = Path(__file__).with_name("openings.txt")
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationConfig:
-    """How conversations are written.
+    """Configuration of the conversations to write.
 
     Attributes:
         sequences: written at a time.

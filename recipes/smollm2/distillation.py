@@ -167,7 +167,7 @@ def sums_at_temperatures(logits: Tensor, is_rare: Tensor, temperature: Tensor) -
 def judge_bins(
     drafted: Tensor, wanted: Tensor, shared: Tensor, temperature: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How far rows of a draft whose rare tokens share a logit are from the target's, and which way is better.
+    """Return how far a draft's rows, whose rare tokens share a logit, are from the target's, and the gradient.
 
     The divergence of the bins and that of the V tokens differ by what no draft of this kind can change, and so have
     one gradient. The variation counts no rare token as overlap: the draft spreads its mass over tens of thousands of

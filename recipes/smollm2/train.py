@@ -91,7 +91,7 @@ TINY = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """Where the stages work.
+    """Folders, device, target and deadline of the stages.
 
     Attributes:
         work: folder for everything in between; the draft's checkpoint and report.json end up there.

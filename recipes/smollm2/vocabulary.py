@@ -1,4 +1,4 @@
-"""Which tokens have a row of their own in a draft's embedding: the frequent ones. All others share one row.
+"""Choice of the tokens with a row of their own in a draft's embedding: the frequent ones. All others share one row.
 
 A draft has few parameters, and 49,152 rows would take most of them. As a model it is an ordinary Llama in which many
 rows of the tied embedding are equal; while it learns, the tokens that share the last row are one bin.

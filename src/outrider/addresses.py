@@ -1,4 +1,4 @@
-"""Where coordinators are: lists of addresses that may change while a worker runs (torch-free).
+"""Lists of coordinator addresses that may change while a worker runs (torch-free).
 
 host:port        one address
 file:PATH        one address a line (# begins a comment), read again whenever the file has changed
@@ -42,7 +42,7 @@ def check_coordinators(entries: Sequence[str]) -> None:
 
 
 def resolver(entries: Sequence[str]) -> Resolve:
-    """What gives the addresses of all entries, each once, in their order; it fails where no entry can be told.
+    """Return a function that resolves all entries in order, without repeats; it raises if none can be resolved.
 
     Raises:
         ValueError: an entry that cannot be meant.

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line; returns the exit code."""
+    """Run one command line; return the exit code."""
     try:
         app = build_app(next(iter(arguments), None))
         outcome = app(list(arguments) or ["--help"], prog_name="outrider", standalone_mode=False)

@@ -113,7 +113,7 @@ _FILE = keyword(
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether an option was given, on the command line or by an environment variable."""
+    """Return True if an option was set on the command line or by an environment variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name in {"COMMANDLINE", "ENVIRONMENT"}
 

@@ -32,7 +32,7 @@ _EXTRAS = ("dev", "kubernetes")
 
 
 class Finding(StrEnum):
-    """How something was found."""
+    """Severity of a finding."""
 
     GOOD = "ok"
     NOTE = "note"

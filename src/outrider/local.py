@@ -72,7 +72,7 @@ class LocalService:
 
     @property
     def processes(self) -> dict[str, Process]:
-        """By name: "coordinator", "target-0", ..., "draft-0", ...; end one to see what happens."""
+        """Processes by name: "coordinator", "target-0", ..., "draft-0", ...; end one to test a failure."""
         return {name: role.process for name, role in self._roles.items()}
 
     @property
@@ -83,7 +83,7 @@ class LocalService:
         return found[1] if found else ""
 
     def start(self) -> None:
-        """Starts everything; returns when every worker serves.
+        """Start everything; return when every worker serves.
 
         Raises:
             WorkerUnavailable: a process ended or was too slow, with the last lines it wrote to stderr.
@@ -111,7 +111,11 @@ class LocalService:
             raise
 
     def start_worker(self, name: str) -> None:
-        """Starts "target-N" or "draft-N", or starts it anew; `wait_for_workers` tells when it serves."""
+        """Start or restart "target-N" or "draft-N"; `wait_for_workers` tells when it serves.
+
+        Raises:
+            ValueError: another name, or a worker that is still running.
+        """
         role = name.partition("-")[0]
         if role not in self._counts:
             raise ValueError(f"{name!r} given, target-N or draft-N needed")
@@ -159,11 +163,11 @@ class LocalService:
         return [word for name, path in paths.items() for word in (name, str(path))]
 
     def stderr(self, name: str) -> str:
-        """What a process has written to stderr so far."""
+        """Return a process's stderr so far."""
         return self._roles[name].stderr()
 
     def stop(self) -> None:
-        """Ends every process; harmless when all have ended."""
+        """End every process; harmless when all have ended."""
         if not self._stopped:
             stop_all(list(self._roles.values()))
         self._stopped = True

@@ -24,7 +24,7 @@ _MAX_REASONS = 16
 
 
 def add_service(servicer: object, service: ServiceDescriptor, server: grpc.aio.Server) -> None:
-    """Adds the servicer's methods to the server.
+    """Add the servicer's methods to the server.
 
     It does what the generated `add_..._to_server` does, but bytes that are not the request's message are answered with
     INVALID_ARGUMENT and a reason. A method that reads a stream meets them as an InvalidRequest of its iterator.
@@ -42,7 +42,7 @@ def add_service(servicer: object, service: ServiceDescriptor, server: grpc.aio.S
 
 
 def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """How the method is offered, and what answers it."""
+    """Return the gRPC handler of a method."""
     if method.client_streaming:
         # All of ours write to their context: such a method is one coroutine, not a generator.
         assert method.server_streaming
@@ -137,7 +137,7 @@ def _is_utf8(data: bytes) -> bool:
 
 @functools.cache
 def _twin_with_bytes_for_strings(full_name: str) -> type[Message]:
-    """The same message with every string field as bytes: it takes broken UTF-8, so that the field can be named."""
+    """Return the message type with strings as bytes: it takes broken UTF-8, so that the field can be named."""
     pool = descriptor_pool.DescriptorPool()
 
     def add(file: FileDescriptor) -> None:

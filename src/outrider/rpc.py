@@ -92,7 +92,7 @@ CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
 
 
 def unread_options(most: int) -> list[tuple[str, int]]:
-    """What bounds the bytes of a stream that are on their way or wait to be read; gRPC lets them grow to megabytes."""
+    """Return channel options that bound a stream's unread bytes; gRPC's default grows to megabytes."""
     return [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", most)]
 
 
@@ -117,7 +117,7 @@ def open_channel(
 
 
 def _fitting(message: str, most: int = _MOST_MESSAGE_BYTES) -> str:
-    """As much as trailing metadata hold, where it stands twice: what a peer has named may be of any length."""
+    """Cut a message to the bytes that trailing metadata hold, where it appears twice."""
     size = 0
     for place, char in enumerate(message):
         size += _size(char)
@@ -170,7 +170,7 @@ def status_of(error: errors.OutriderError) -> status_pb2.Status:
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: errors.OutriderError) -> NoReturn:
-    """Ends a call with the status of `error`."""
+    """End a call with the status of `error`."""
     await abort_with_status(context, status_of(error))
 
 
@@ -259,7 +259,7 @@ class RoleServer:
         self.address = self._listen(address, tls, client_certificates=True)
         """host:port with the port that was bound."""
         self.public_address = self.address
-        """Of the second door, where there is one."""
+        """Address of the second listener, if there is one."""
         if public_address is not None:
             self.public_address = self._listen(public_address, tls, client_certificates=False)
         self._addresses = dict.fromkeys((self.address, self.public_address))
@@ -269,7 +269,7 @@ class RoleServer:
 
     @property
     def port(self) -> int:
-        """Of `address`."""
+        """Port of `address`."""
         return int(self.address.rpartition(":")[2])
 
     def _listen(
@@ -289,7 +289,7 @@ class RoleServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def start(self) -> None:
-        """Starts to serve, health SERVING."""
+        """Start to serve, health SERVING."""
         # Before anybody can ask: a service without a status is one that is not served here.
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()

@@ -11,7 +11,7 @@ from outrider.v1 import common_pb2
 
 
 class VerificationRule(StrEnum):
-    """How the target judges what a draft has grown; see the enum of the same name in common.proto."""
+    """Verification rule; see the enum of the same name in common.proto."""
 
     COUPLED = "coupled"
     """One choice a node, with noise that the draft shares; greedy at temperature 0."""
@@ -24,7 +24,7 @@ class VerificationRule(StrEnum):
 
 
 class SpeculationMode(StrEnum):
-    """When a session's trees are grown and verified; see the enum of the same name in common.proto."""
+    """Speculation mode; see the enum of the same name in common.proto."""
 
     ASYNC = "async"
     """Drafts grow without being asked; a round verifies whatever has been grown by then."""
@@ -123,12 +123,12 @@ class SamplingSpec:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether coins decide what is accepted."""
+        """True if acceptance is drawn from given rates."""
         return self.verification is VerificationRule.SYNTHETIC
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a choice depends on how often tokens occurred before."""
+        """True if a choice depends on counts of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -143,7 +143,7 @@ class SamplingSpec:
 
     @functools.cached_property
     def reads_logits(self) -> bool:
-        """Whether anything but the coupled rule's choice reads or changes the logits."""
+        """True if anything but the coupled choice reads or changes the logits."""
         changed = self.has_processors or self.grammar
         return bool(self.rule is not VerificationRule.COUPLED or self.logprobs is not None or changed)
 
@@ -156,7 +156,7 @@ class SamplingSpec:
 
     @functools.cached_property
     def record(self) -> bytes:
-        """What a choice reads, packed: seed, temperature, top_p, min_p, top_k, choice_index as `<Qfffii4x`.
+        """Parameters of a choice, packed: seed, temperature, top_p, min_p, top_k, choice_index as `<Qfffii4x`.
 
         A step reads it for every session: made once, it costs a step a tenth of six columns made value by value.
         """
@@ -165,7 +165,7 @@ class SamplingSpec:
         return struct.pack("<Qfffii4x", *numbers)
 
     def fault(self, vocab_size: int | None) -> str | None:
-        """What of this no request could have brought about, for a worker that is asked to choose by it; None: nothing.
+        """Return why no valid request could have these values, for a worker to refuse; None if one could.
 
         A number that is none would become everyone's who shares the step.
 

@@ -56,7 +56,7 @@ class Tracing:
         links: Iterable[Span] = (),
         **attributes: str | int | float | bool,
     ) -> Span:
-        """A span that has begun.
+        """Return a started span.
 
         Args:
             parent: traceparent of another process, or a span of this one; default what goes on in this thread or task.
@@ -83,7 +83,7 @@ class Tracing:
         return self._epoch_ns + monotonic_ns
 
     def traceparent(self, span: Span) -> str:
-        """What names a span to another process."""
+        """Return the W3C traceparent of a span."""
         from opentelemetry import trace
 
         carrier: dict[str, str] = {}
@@ -92,7 +92,7 @@ class Tracing:
 
 
 active: Tracing | None = None
-"""Of this process; None while nobody traces."""
+"""Tracing of this process; None while nobody traces."""
 
 
 def named(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def received(metadata: Iterable[tuple[str, Any]] | None) -> str:
 
 @contextlib.contextmanager
 def using(provider: TracerProvider) -> Iterator[Tracing]:
-    """Traces with somebody's own provider, while the block lasts."""
+    """Trace with somebody's own provider, while the block lasts."""
     global active  # noqa: PLW0603 - one a process is the point: what is off must cost one look
     before, active = active, Tracing(provider)
     try:
@@ -118,7 +118,7 @@ def using(provider: TracerProvider) -> Iterator[Tracing]:
 
 @contextlib.contextmanager
 def exporting(role: str, endpoint: str | None) -> Iterator[None]:
-    """Sends this process's spans to an OpenTelemetry collector, while the block lasts; without one, does nothing.
+    """Send this process's spans to an OpenTelemetry collector, while the block lasts; without one, do nothing.
 
     Args:
         role: client, coordinator, draft or target; `service.name` is outrider-ROLE.
@@ -170,7 +170,7 @@ def client_call() -> Iterator[Metadata | None]:
 
 
 def stream_metadata(role: str, address: str) -> Metadata | None:
-    """What names the coordinator's stream to a worker, in its metadata; None while nobody traces."""
+    """Return the tracing metadata of the coordinator's stream to a worker; None with tracing off."""
     if active is None:
         return None
     span = active.span("outrider.stream", role="coordinator", peer=role, address=address)
@@ -197,7 +197,7 @@ class SessionTraces:
         self._open: dict[int, _TracedSession] = {}
 
     def opened(self, session_id: int, epoch: int, traceparent: str) -> None:
-        """A session is opened; without a traceparent nobody traces its request."""
+        """Note an opened session; without a traceparent nobody traces its request."""
         if not traceparent:
             return
         self.closed(session_id, epoch)
@@ -223,14 +223,14 @@ class SessionTraces:
                 session.span.add_event("step", named(cost))
 
     def closed(self, session_id: int, epoch: int) -> None:
-        """A session is closed, if it is this epoch or an older one."""
+        """Note a closed session, if it is of this epoch or an older one."""
         session = self._open.get(session_id)
         if session is not None and session.epoch <= epoch:
             del self._open[session_id]
             _end(session)
 
     def end(self) -> None:
-        """The stream has ended, and with it all its sessions."""
+        """Note the end of the stream, and with it of all its sessions."""
         while self._open:
             _end(self._open.popitem()[1])
 

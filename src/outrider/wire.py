@@ -44,7 +44,7 @@ def floats_from_bytes(data: bytes) -> Float32Array:
 
 
 def split_by_counts(counts: Sequence[int]) -> Iterator[slice]:
-    """For a columnar batch: the slice of each session's entries, from the count of each."""
+    """Yield the slice of each session's entries in a columnar batch, from the counts."""
     start = 0
     for count in counts:
         yield slice(start, start + count)

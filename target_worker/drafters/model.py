@@ -169,7 +169,14 @@ class ResidentProgram(GrowthProgram):
     def follow(
         self, records: torch.Tensor, count: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
-        """Do in the drafter's pool what a round has done in the target's: its records, then its commits."""
+        """Do in the drafter's pool what a round has done in the target's: its records, then its commits.
+
+        Args:
+            records: [n, 8] int32 of the round.
+            count: [1] int32, how many of them there are.
+            tokens: [S, M] int32 that the round has committed, by row of the pool.
+            num_tokens: [S] int32, how many of each row's.
+        """
         # The target's vocabulary may be wider: padding, which is as good as never chosen.
         tokens = tokens.clamp(max=self._vocab_size - 1)
         # A session that may have no nodes is not drafted.

@@ -119,7 +119,7 @@ class Admission:
             self._inbox.put(records.array())
 
     def _begin(self, session: Session) -> bool:
-        """Make a session known to the device; False if those that are younger have to wait as well."""
+        """Make a session known to the device; return False if younger ones have to wait as well."""
         if session.grammar is not None and not session.grammar.is_ready:
             return True
         if self._spare_row is None:

@@ -60,7 +60,7 @@ class HostSession(Protocol):
 
     @property
     def sampling(self) -> SamplingSpec:
-        """How its tokens are chosen."""
+        """Sampling parameters."""
         ...
 
     @property

@@ -35,11 +35,11 @@ class RowKv:
         return self._cache is not None
 
     def begin(self, row: int, tokens: npt.NDArray[np.int32]) -> int:
-        """Give an empty row the known KV of the longest beginning of these tokens; returns its length."""
+        """Give an empty row the known KV of the longest beginning of `tokens`, [n] int32; return its length."""
         return 0 if self._cache is None else self._cache.take(row, tokens)
 
     def extend(self, row: int, length: int) -> bool:
-        """Let the row have this many slots, if there are as many; returns whether it has."""
+        """Let the row have this many slots, if there are as many; return whether it has."""
         missing = length - self.slots.length(row)
         if missing > self.slots.free or length > self.slots.max_row_len:
             return False
@@ -48,12 +48,12 @@ class RowKv:
         return True
 
     def share(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
-        """Let others find the KV of these tokens, the row's first ones; rounds may be using it."""
+        """Let others find the KV of `tokens`, [n] int32, the row's first ones; rounds may be using it."""
         if self._cache is not None:
             self._cache.share(row, tokens)
 
     def end(self, row: int, tokens: npt.NDArray[np.int32]) -> None:
-        """Take all slots from a row that no round uses; the KV of these tokens, its first ones, is remembered."""
+        """Take all slots from a row that no round uses; the KV of its first tokens, `tokens` [n] int32, is kept."""
         self.slots.truncate(row, len(tokens))
         if self._cache is not None:
             self._cache.keep(row, tokens)

@@ -125,12 +125,12 @@ class RoundLoop:
 
     @property
     def model(self) -> ModelCard:
-        """The target."""
+        """Card of the target model."""
         return self._runner.info
 
     @property
     def config(self) -> RoundConfig:
-        """Sizes."""
+        """Configuration of the rounds."""
         return self._config
 
     @property
@@ -145,12 +145,12 @@ class RoundLoop:
 
     @property
     def kv(self) -> RowKv:
-        """Who holds which slots."""
+        """KV slots by row."""
         return self._kv
 
     @property
     def preemptions(self) -> int:
-        """How often a session lost its KV to an older one."""
+        """Number of times that a session lost its KV to an older one."""
         return self._admission.preemptions
 
     @property

@@ -218,7 +218,7 @@ class RoundProgram:
 
         Args:
             session: whose row.
-            slots: of its KV, as many as there are.
+            slots: [n] int32, those of its KV.
         """
         sampling, row, pool, rules = session.sampling, session.row, self.pool, self._rules
         stops = host_part.device_stops(sampling)
@@ -247,7 +247,7 @@ class RoundProgram:
             self.drafter.describe_row(session)
 
     def read_early(self, words: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
-        """Return what each bucket would have gained, and the verified rows of the round."""
+        """Return each bucket's gain and the verified rows of a round, from its early words, [buckets + 2] int64."""
         return words[:-2], int(words[-2:].view(np.int32)[0])
 
     def logprobs(self, round_: int) -> npt.NDArray[np.int32]:

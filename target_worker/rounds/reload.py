@@ -37,10 +37,10 @@ class Reloader:
         self._one_at_a_time = asyncio.Lock()
         self._checked: CheckedWeights | None = None
         self.running = common_pb2.Weights()
-        """What the model runs with; its version is empty while nobody knows."""
+        """Weights of the model; the version is empty while unknown."""
 
     def load(self, folder: Path, make: Callable[[], ModelRunner]) -> ModelRunner:
-        """Loads the model and reads the version of its weights meanwhile; on the round thread.
+        """Load the model and read the version of its weights meanwhile; on the round thread.
 
         Args:
             folder: of its checkpoint.
@@ -62,7 +62,7 @@ class Reloader:
         return runner
 
     async def reload(self, request: target_pb2.ReloadRequest) -> target_pb2.ReloadResponse:
-        """Checks, or checks and swaps.
+        """Check, or check and swap, the weights.
 
         Raises:
             InvalidRequest: no folder is named.
@@ -97,7 +97,7 @@ class Reloader:
             return target_pb2.ReloadResponse(found=found, running=self.running, swap_ns=swap_ns)
 
     async def _check(self, folder: Path) -> CheckedWeights:
-        """As just checked, where that is still so."""
+        """Return the last check's result if it still holds, else check again."""
         if self._runner is None:
             raise WorkerUnavailable("the model is not loaded yet")
         if (known := self._checked) is not None and known.folder == folder:

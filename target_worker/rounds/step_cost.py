@@ -28,7 +28,7 @@ _PROBE_STEPS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a step computes: see the module's text."""
+    """Size of a step; see the module's docstring."""
 
     verify_rows: int = 0
     keys: int = 0
@@ -90,7 +90,7 @@ class PrefillAllowance:
         self._pair_ns = pair_ns
 
     def rows(self, context: int) -> int:
-        """How many rows may follow `context` tokens."""
+        """Return how many rows may follow `context` tokens."""
         linear, square = self._row_ns + self._pair_ns * context, self._pair_ns / 2
         fitting = float(self._most)
         if self._time_ns <= 0:
@@ -101,7 +101,7 @@ class PrefillAllowance:
         return int(min(self._most, max(fitting, self._least)))
 
     def spend(self, rows: int, context: int) -> None:
-        """Takes rows that follow `context` tokens."""
+        """Spend the allowance on rows that follow `context` tokens."""
         self._most -= rows
         self._least -= rows
         self._time_ns -= self._row_ns * rows + self._pair_ns * prefill_pairs(rows, context)
@@ -142,7 +142,7 @@ class StepCost:
             self._beside.observe(prefill, min(max(0.0, step_ns - known_ns), _OUTLIER * known_ns))
 
     def verification_ns(self, verify_rows: int, keys: int) -> float | None:
-        """What a verification alone takes; None where that is not known yet."""
+        """Return the time of a verification alone, in nanoseconds; None while unknown."""
         if self._alone.observed < _BELIEVED:
             return None
         return self._alone.predict((1.0, verify_rows / _ROWS, keys / _KEYS))

@@ -175,7 +175,7 @@ class RoundThread:
         self._deliver(loop, loop.drain())
 
     def _receive(self, loop: RoundLoop) -> bool:
-        """Wait until there is something to do, and take the commands that have come; False if the thread is to end."""
+        """Wait until there is something to do, and take new commands; return False if the thread is to end."""
         if self._waiting or self._alone or self._is_stopping or (loop.has_work and not self._is_quiet):
             taken = self._inbox.take()
         elif loop.has_work:

@@ -37,7 +37,7 @@ class Code(IntEnum):
 
 
 class SessionFault(Exception):
-    """What is wrong with one session; others go on."""
+    """Error of one session; other sessions go on."""
 
     def __init__(self, code: Code, message: str) -> None:
         self.code = code

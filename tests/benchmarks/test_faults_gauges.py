@@ -1,4 +1,4 @@
-"""What a fault run compares before and after, and what its report takes for trouble: each of it can fail."""
+"""Comparisons of a fault run before and after, and the troubles of its report: each of them can fail."""
 
 import json
 import os

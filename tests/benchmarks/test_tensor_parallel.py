@@ -1,4 +1,4 @@
-"""What the tensor-parallel benchmark measures; needs no GPU."""
+"""Measurements of the tensor-parallel benchmark; no GPU needed."""
 
 import pickle
 from pathlib import Path

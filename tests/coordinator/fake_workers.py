@@ -181,7 +181,7 @@ class Node(NamedTuple):
     source: int
 
     def below(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """What of the path is not committed; empty where it is dead."""
+        """Return the part of the path that is not committed; empty if the path is dead."""
         committed = len(tokens) - self.as_of
         return self.path[committed:] if self.path[:committed] == tuple(tokens[self.as_of :]) else ()
 
@@ -346,7 +346,7 @@ class FakeTarget:
             del self.sessions[session_id]
 
     def _session(self, session_id: int, epoch: int) -> TargetSession | None:
-        """What is known under this epoch; what ended here meanwhile is dropped."""
+        """Return the session of this epoch; None if it has ended here meanwhile."""
         assert 0 < epoch <= self._epochs[session_id]
         session = self.sessions.get(session_id)
         return session if session is not None and session.opening.epoch == epoch else None
@@ -400,7 +400,7 @@ class FakeTarget:
         return alone if self._turns_alone else others
 
     def _has_tree(self, session: TargetSession) -> bool:
-        """Whether a sync session has the whole tree of its round, or has waited long enough for it."""
+        """Return True if a sync session has the whole tree of its round, or has waited long enough for it."""
         is_grown = any(place.is_taken for place in session.places)
         if session.opening.limits.mode != common_pb2.SPECULATION_MODE_SYNC or not is_grown:
             return True
@@ -417,7 +417,7 @@ class FakeTarget:
         return True
 
     def verify(self, trees: Trees, failing: Sequence[int]) -> RoundResults:
-        """What a round gives sessions with their trees, and what is said of those that fail."""
+        """Return a round's outcomes for sessions with trees, and the faults of those that fail."""
         outcomes, faults = list[Outcome](), list[tuple[int, int, SessionFault]]()
         for session_id in failing:
             if (session := self.sessions.pop(session_id, None)) is not None:

@@ -41,7 +41,7 @@ def play_plainly(request: GenerationRequest) -> Sequence[GenerationEvent]:
 
 
 class Door:
-    """What a test holds of a door."""
+    """Server under test, and the parts that a test controls."""
 
     def __init__(self, scheduler: ScriptedScheduler, servicer: GenerationServicer, server: HttpServer) -> None:
         self.scheduler, self.servicer, self.server = scheduler, servicer, server

@@ -22,12 +22,12 @@ OLD, NEW = common_pb2.Weights(version="old", path="/old"), common_pb2.Weights(ve
 
 
 def said(version: str) -> list[int]:
-    """What a target of these weights answers: the letters of its version, again and again."""
+    """Return the tokens of a target with these weights: the letters of its version, again and again."""
     return [ord(version[place % len(version)]) for place in range(LENGTH)]
 
 
 class Speaker(FakeTarget):
-    """What a target process does for one coordinator."""
+    """Part of a target process that serves one coordinator."""
 
     def __init__(self, process: "ReloadingTarget") -> None:
         super().__init__(step_s=0.001)
@@ -75,7 +75,7 @@ class ReloadingTarget(RoundServicer):
 
     @property
     def session_count(self) -> int:
-        """Of all coordinators."""
+        """Number of sessions of all coordinators."""
         return sum(len(target.sessions) for target in self.targets.values())
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Who may wait, and how long those who may not are told to stay away."""
+"""Admission to the queue, and the time that refused requests are told to stay away."""
 
 import pytest
 

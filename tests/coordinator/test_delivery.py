@@ -32,7 +32,7 @@ LIMITS = registry_pb2.WorkerLimits(max_sessions=50, max_step_tokens=64)
 
 @pytest.fixture
 def happened(monkeypatch) -> list[str]:
-    """What clients have been told, in order."""
+    """List the events that clients have received, in order."""
     told: list[str] = []
     emit = Generation.emit
 
@@ -130,7 +130,7 @@ async def test_drafts_hear_before_any_client(bench, happened):
 
 
 async def test_few_clients_are_written_to_at_once_and_each_hears_once(bench, happened):
-    """What else there is to do, the next round's results and growth above all, comes in between."""
+    """Other work, the next round's results and growth above all, comes in between."""
     readers = await begun(bench, 50, tokens=4)
     happened.clear()
     bench.scheduler.relay.take_results("target", a_token_each(readers, 5))

@@ -1,4 +1,4 @@
-"""What the coordinator counts of the worth of drafts: how rounds end, and what draft steps grow."""
+"""Counters of the value of drafts at the coordinator: ends of rounds, and nodes of draft steps."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""How the HTTP door treats connections: who goes away or stays silent, tokens, TLS, its bounds and its end."""
+"""Connections of the HTTP server: clients that leave or stay silent, tokens, TLS, its bounds and its end."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What the HTTP door answers: the official client over loopback, and what it cannot send."""
+"""Answers of the HTTP server: the official client over loopback, and requests that it cannot send."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a request by HTTP comes to, field by field, without a server."""
+"""Parsing of HTTP requests, field by field, without a server."""
 
 import json
 from typing import Any

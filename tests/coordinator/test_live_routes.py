@@ -29,7 +29,7 @@ TOKENIZER = TextTokenizer.load(embedded_target_path())
 
 
 class Answer:
-    """What the application sends, as it comes; `blocks` makes a reader that reads no more."""
+    """Response of the application, as it comes; `blocks` makes a reader that reads no more."""
 
     def __init__(self) -> None:
         self.status = 0

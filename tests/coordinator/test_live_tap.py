@@ -1,4 +1,4 @@
-"""What watchers are told is what the session really did."""
+"""Events for watchers agree with what the session really did."""
 
 import asyncio
 import itertools

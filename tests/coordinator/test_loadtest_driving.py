@@ -1,4 +1,4 @@
-"""What a client process notes of requests that nobody answers."""
+"""Records of a client process about requests that nobody answers."""
 
 import asyncio
 import math

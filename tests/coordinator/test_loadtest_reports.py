@@ -1,4 +1,4 @@
-"""What a load test leaves: JSON, tables, a report that stands alone, comparisons."""
+"""Reports of a load test: JSON, tables, a report that stands alone, comparisons."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What is asked for: the same from the same seed, wherever it is made, and files that say what is wrong with them."""
+"""Workloads: equal for equal seeds, wherever they are made, and errors that say what is wrong with a file."""
 
 import json
 import random

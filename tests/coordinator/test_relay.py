@@ -1,4 +1,4 @@
-"""What passes between drafts and targets: growth one way, what has become of it the other."""
+"""Messages between drafts and targets: growth one way, its outcome the other."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ from outrider.wire import floats_from_bytes
 
 
 def right(session: Session, count: int) -> list[int]:
-    """What the target will choose next."""
+    """Return the tokens that the target will choose next."""
     tokens = list(session.token_ids)
     for _ in range(count):
         tokens.append(next_token(tokens))

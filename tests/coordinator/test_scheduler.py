@@ -239,7 +239,7 @@ async def test_a_choice_that_a_stop_string_ends_is_closed_at_its_workers_and_cou
 
 
 async def test_results_of_sessions_that_have_ended_are_nobodys(bench):
-    """What a target had under way when a session was closed, and what it says of epochs that have passed."""
+    """Results under way when a session was closed, and reports about epochs that have passed."""
     target = bench.add_target(step_s=0.002)
     told = []
     take, target.on_results = target.on_results, told.append

@@ -89,7 +89,7 @@ class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
 
 
 class SpoiltDraft(GuessingDraft):
-    """What it guesses is changed before it leaves."""
+    """Draft whose growth is changed before it leaves."""
 
     def __init__(self, spoil: Callable[[draft_pb2.DraftGrowth], object]) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Worker:
         await asyncio.Event().wait()
 
     async def _further_loads(self) -> AsyncIterator[common_pb2.WorkerLoad]:
-        """What a test has it say before it is asked to drain."""
+        """Yield the loads that a test sets, until the worker is asked to drain."""
         asked = asyncio.create_task(self.asked_to_drain.wait())
         while not asked.done():
             load = asyncio.create_task(self.loads.get())
@@ -207,7 +207,7 @@ async def coordinator(model_folder, request):
 
 
 def all_serve(coordinator: CoordinatorServer, count: int) -> bool:
-    """Whether so many workers serve, and have told of their load."""
+    """Return True if this many workers serve and have reported their load."""
     statuses = coordinator.registry.statuses()
     return [(status.state, status.load) for status in statuses] == [("serving", LOAD)] * count
 

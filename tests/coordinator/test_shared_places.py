@@ -54,7 +54,7 @@ def test_a_refused_place_is_not_used_before_the_worker_is_heard_again():
 
 
 class Room:
-    """What one worker has, for all coordinators together."""
+    """Places of one worker, for all coordinators together."""
 
     def __init__(self) -> None:
         self.held: set[tuple[str, int]] = set()

@@ -63,7 +63,7 @@ def parts(message: target_pb2.RoundCommands) -> list[str]:
 
 
 def effects(messages: Sequence[target_pb2.RoundCommands]) -> list[str]:
-    """What all messages have a target do, in order."""
+    """Return the effects of all messages at a target, in order."""
     return [part for message in messages for part in parts(message)]
 
 
@@ -175,7 +175,7 @@ async def test_parts_of_a_message_take_effect_in_the_order_in_which_they_were_to
 
 
 async def results_of(message: target_pb2.RoundResults) -> tuple[list[RoundResults], list[str]]:
-    """What a link makes of a message, and why it is lost of it."""
+    """Return the results that a link reads from a message, and the reasons for which it is lost."""
     got: list[RoundResults] = []
     link = LinkToStream(Stream(), on_results=got.append)
     link.stream.results.put_nowait(message)

@@ -1,4 +1,4 @@
-"""What Ray leaves behind is no fault of the tests that come after."""
+"""Ray's remains are no fault of the tests that come after."""
 
 import gc
 import warnings

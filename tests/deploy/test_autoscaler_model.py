@@ -1,4 +1,4 @@
-"""Whether the model of drafts' worth says what a service by simple laws does."""
+"""Agreement of the autoscaler's model with a service of simple laws."""
 
 import pytest
 from tests.deploy.test_autoscaler import ROUND_S, Service

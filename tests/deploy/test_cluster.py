@@ -93,7 +93,7 @@ class Registry(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def what_this_process_tells() -> list[Any]:
-    """How it logs, and whether it traces."""
+    """Return the log level, the log's format and whether this process traces."""
     (handler,) = logging.getLogger().handlers[-1:]
     return [logging.getLogger().level, type(handler.formatter).__name__, tracing.active is not None]
 

@@ -1,4 +1,4 @@
-"""What the controller does when things happen at the same time, or when it has died in the middle, without Ray."""
+"""Controller when things happen at the same time, or when it has died in the middle, without Ray."""
 
 import asyncio
 import dataclasses

@@ -125,5 +125,5 @@ async def read(stream: AsyncStream) -> None:
 
 
 async def answering(address: str) -> str:
-    """Which of them a new connection leads to."""
+    """Return the address of the coordinator that a new connection leads to."""
     return (await info_of(address)).address

@@ -1,4 +1,4 @@
-"""How long an actor may be silent, and how long one that fails is left alone."""
+"""Times that an actor may be silent, and that a failing one is left alone."""
 
 import asyncio
 import dataclasses

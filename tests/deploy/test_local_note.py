@@ -1,4 +1,4 @@
-"""How another terminal finds the Ray of `outrider serve`, and how it shows who it is."""
+"""Discovery of the Ray of `outrider serve` from another terminal, and its authentication."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What a RayService keeps up: the application is as healthy as the deployment that it has brought about."""
+"""Application of a RayService: it is as healthy as the deployment that it has started."""
 
 import asyncio
 from collections.abc import Sequence

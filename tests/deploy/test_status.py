@@ -1,4 +1,4 @@
-"""What `outrider status` draws."""
+"""Output of `outrider status`."""
 
 import io
 from typing import Any

@@ -49,7 +49,7 @@ def gumbel_noise(seed: int, position: int, choice_index: int, vocab_size: int) -
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOutput:
-    """What the plain loop generates; `margins` are the gaps between best and second score of every choice."""
+    """Output of the plain loop; `margins` are the gaps between best and second score of every choice."""
 
     token_ids: Sequence[int]
     margins: Sequence[float]

@@ -1,4 +1,4 @@
-"""What speculation is worth on held-out prompts."""
+"""Gain of speculation on held-out prompts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What may be seen from outside of a service at work: metrics, the dashboard that asks for them, traces, logs.
+"""Observability of a service at work: metrics, the dashboard that asks for them, traces, logs.
 
 All roles run in this process, with the embedded models: once for all tests here.
 """

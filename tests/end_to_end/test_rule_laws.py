@@ -247,7 +247,7 @@ class Bench:
 
 
 def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """Of the chi-square test over all outputs; those expected fewer than five times are one cell."""
+    """Return p of the chi-square test over all outputs; those expected fewer than five times are one cell."""
     total = sum(counts.values())
     expected = np.array([probability * total for probability in law.values()])
     seen = np.array([counts[output] for output in law])

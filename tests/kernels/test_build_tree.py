@@ -199,7 +199,7 @@ def _check_length(device: torch.device, length: int, *, unchecked: bool = False)
 
 
 def _check_round_trip(device: torch.device, sizes: list[tuple[int, int]]) -> None:
-    """What was built from a well-formed, ascending selection comes back from its mask."""
+    """Check that a tree built from a well-formed, ascending selection comes back from its mask."""
     for nodes, requests in sizes:
         tree = _grown_tree(Random(nodes), nodes, requests)
         built = _run(tree, 1, device)

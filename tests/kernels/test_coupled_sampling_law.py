@@ -57,7 +57,7 @@ def test_choices_follow_the_filtered_law(filters: dict[str, float], kept: int, c
 
 
 def _words_above(bounds: np.ndarray) -> np.ndarray:
-    """How many of the 2^32 words have a G above each bound, found by bisection: G falls as its word grows."""
+    """Return how many of the 2^32 words have a G above each bound, by bisection: G falls as its word grows."""
     low, high = np.zeros(bounds.shape, dtype=np.int64), np.full(bounds.shape, 2**32, dtype=np.int64)
     for _ in range(33):
         middle = np.minimum((low + high) // 2, 2**32 - 1)

@@ -54,7 +54,7 @@ def _batch() -> TreeAttentionBatch:
 
 
 def _operators() -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
-    """What each reads from the launch before it, and the operator as a function of that."""
+    """Return by name what each operator reads from the launch before it, and the operator as a function of that."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     batch, weight = _batch(), torch.ones(_COLUMNS, device=device, dtype=dtype)
     caches = torch.randn(2, 1000, _HEADS_KV, _DIM, device=device, dtype=dtype)

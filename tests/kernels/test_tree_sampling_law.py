@@ -53,7 +53,7 @@ class _Tree:
         return [self.tokens, next_token, next_sibling]
 
     def target_law(self) -> _Law:
-        """What plain sampling emits, cut where it leaves the tree or the path is full."""
+        """Return the law of plain sampling, cut where it leaves the tree or the path is full."""
         law: _Law = defaultdict(float)
 
         def extend(node: int, emitted: tuple[int, ...], mass: float) -> None:

@@ -121,7 +121,7 @@ def test_a_command_alone_is_the_one_among_all() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """What a coordinator needs of one: no weights."""
+    """Write the files of a checkpoint that a coordinator needs: no weights."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, "max_position_embeddings": 64}))
     return tmp_path

@@ -1,4 +1,4 @@
-"""What a line of the log says, for people and for programs."""
+"""Lines of the log, for people and for programs."""
 
 import json
 import logging

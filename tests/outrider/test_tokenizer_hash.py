@@ -1,4 +1,4 @@
-"""What a tokenizer's hash depends on, and what not."""
+"""Dependence of a tokenizer's hash on its files."""
 
 import json
 from pathlib import Path

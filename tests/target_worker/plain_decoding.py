@@ -15,7 +15,7 @@ from outrider.target_worker.rounds.session import SessionResult
 
 @dataclass
 class Plain:
-    """What plain decoding gives: tokens, and the raw log probabilities [V] each was chosen at."""
+    """Output of plain decoding: tokens, and the raw log probabilities [V] each was chosen at."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)

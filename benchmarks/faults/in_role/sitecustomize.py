@@ -44,7 +44,7 @@ def _gauges() -> dict[str, object]:
 
 
 def _all_tasks() -> list[asyncio.Task]:
-    """Of every loop of this process; asyncio.all_tasks wants the loop."""
+    """Return the tasks of every loop of this process; asyncio.all_tasks wants the loop."""
     # The stubs have the name of one version of Python.
     known = getattr(asyncio.tasks, "_scheduled_tasks", None) or asyncio.tasks._all_tasks  # pyright: ignore[reportAttributeAccessIssue]
     while True:

@@ -177,7 +177,7 @@ def bearer_token(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
 
 def _health_route(is_serving: Callable[[], bool]) -> Callable[[Request], Awaitable[Response]]:
     async def health(request: Request) -> Response:
-        """Whether this server takes requests: what the gRPC health service says."""
+        """Answer 200 while this server takes requests, else 503, as the gRPC health service does."""
         if is_serving():
             return json_response({"status": "serving"})
         return json_response({"status": "draining"}, status=503)

@@ -80,7 +80,7 @@ class NoChatTemplate:
         self._reason = reason
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Raises InvalidRequest."""
+        """Raise InvalidRequest."""
         raise InvalidRequest(
             [
                 FieldViolation(

@@ -87,7 +87,7 @@ def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str]
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What starlette itself refuses: a path or a method that is not there."""
+    """Convert starlette's own refusals: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = f"{error.detail}: {request.method} {request.url.path}"

@@ -82,7 +82,7 @@ class Fields:
         return {name: value for name, value in self._content.items() if name not in self.known}
 
     def wrong(self, name: str, description: str) -> None:
-        """Notes a violation."""
+        """Note a violation."""
         self.violations.append(FieldViolation((self._path + name).rstrip("."), description))
 
     def number(self, name: str) -> float | None:
@@ -129,7 +129,7 @@ class Fields:
         return None
 
     def is_text(self, name: str, value: str) -> bool:
-        """Whether a string is Unicode text: JSON can spell halves of characters, which are none."""
+        """Return True if a string is Unicode text, else note a violation: JSON can spell lone surrogates."""
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
@@ -180,13 +180,13 @@ class Fields:
             self.wrong("body", f"{len(unread) - _MOST_NAMED} more unknown fields")
 
     def check(self) -> None:
-        """Raises InvalidRequest if anything was found wrong."""
+        """Raise InvalidRequest if anything was found wrong."""
         if self.violations:
             raise InvalidRequest(self.violations)
 
 
 def is_token_ids(value: Any) -> bool:
-    """Whether it is a list of numbers that could be token ids."""
+    """Return True if a value is a list of possible token ids."""
     return isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 32 for each in value)
 
 

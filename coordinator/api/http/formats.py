@@ -1,4 +1,4 @@
-"""What is sent back, in the shapes of /v1/completions and of /v1/chat/completions: whole, and as chunks of a stream.
+"""Responses of /v1/completions and /v1/chat/completions, whole and streamed.
 
 A chunk is put together from text that is the same for all of a response and the few pieces that are new, since one is
 sent for every verification of every choice. Log probabilities become JSON as they come in either way: of a whole
@@ -37,7 +37,7 @@ class WholeChoice:
         self.result: ChoiceResult | None = None
 
     def take(self, delta: TokenDelta, logprobs: Sequence[str]) -> None:
-        """Adds new tokens, with what the format makes of their log probabilities."""
+        """Add new tokens, with what the format makes of their log probabilities."""
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         if any(logprobs):
@@ -48,7 +48,7 @@ class ChoicesFormat:
     """Base of completions and chats: the same head in front of every chunk, the same end."""
 
     _lists: Sequence[str]
-    """What log probabilities are sent as, and what is null beside these lists."""
+    """Names of the lists of log probabilities; `_null` names the fields that are null beside them."""
     _null: Sequence[str]
 
     def __init__(self, asked: Asked, *, kind: str, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
@@ -92,7 +92,7 @@ class ChoicesFormat:
         return "null" if delta.logprobs is None else self._named(self.logprobs(delta, index))
 
     def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
-        """Of new tokens."""
+        """Return the log probabilities of new tokens."""
         raise NotImplementedError
 
     def _ids(self, delta: TokenDelta) -> str:
@@ -154,7 +154,7 @@ class CompletionFormat(ChoicesFormat):
         return self._piece(index, body, logprobs=logprobs, rest=f',"stop_reason":null{rest}', usage=usage)
 
     def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
-        """Why a choice ended."""
+        """Return the chunk with a choice's finish reason."""
         rest = f',"stop_reason":{json.dumps(self._stop_reason(choice))}'
         return self._piece(index, '"text":""', reason=f'"{choice.finish_reason}"', rest=rest, usage=usage)
 
@@ -175,7 +175,7 @@ class CompletionFormat(ChoicesFormat):
         return self._whole_choice(content, choice.logprobs)
 
     def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
-        """Of new tokens, or of a prompt, whose first has none; `top_logprobs` is no list where none are asked for."""
+        """Return the log probabilities of new tokens, or of a prompt, whose first token has none."""
         logprobs = delta.logprobs
         if logprobs is None:
             return ()
@@ -204,7 +204,7 @@ class CompletionFormat(ChoicesFormat):
 
 
 class ChatFormat(ChoicesFormat):
-    """Of /v1/chat/completions; arguments as of `CompletionFormat`."""
+    """Format of /v1/chat/completions; arguments as of `CompletionFormat`."""
 
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
@@ -232,7 +232,7 @@ class ChatFormat(ChoicesFormat):
         return self._piece(index, f'"delta":{told}', logprobs=logprobs, rest=self._ids(delta), usage=usage)
 
     def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
-        """Why a choice ended."""
+        """Return the chunk with a choice's finish reason."""
         parser, before = self._parsers.get(index), ""
         if parser is not None and (pieces := parser.push("", is_last=True)):
             before = self._piece(index, f'"delta":{_delta(pieces)}')
@@ -271,7 +271,7 @@ class ChatFormat(ChoicesFormat):
         return self._whole_choice(content, choice.logprobs)
 
     def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
-        """Of new tokens; there are no refusals."""
+        """Return the log probabilities of new tokens; there are no refusals."""
         logprobs, content = delta.logprobs, []
         if logprobs is None:
             return ()

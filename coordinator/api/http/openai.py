@@ -70,7 +70,7 @@ class UntilDisconnect:
         self._is_gone = self._is_answered = False
 
     def answered(self) -> None:
-        """To be called before the end of the response is sent: what ends then is no disconnection."""
+        """Note that the response ends; called before its end is sent, which is then no disconnection."""
         self._is_answered = True
 
     async def __aenter__(self) -> Self:
@@ -121,7 +121,7 @@ class Endpoint:
         self._most_bytes = min(MAX_MESSAGE_BYTES, _JSON_FACTOR * largest)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serves one request."""
+        """Serve one request."""
         # As at the other door: what finds no room costs no more than this.
         self._generations.check_room()
         try:
@@ -197,7 +197,7 @@ class _Response:
     async def stream(
         self, events: AsyncGenerator[tuple[int, Event], None], send: Any, connection: UntilDisconnect
     ) -> None:
-        """Sends every event as it comes; until all of the response's prompts are accepted an error has a status."""
+        """Send every event as it comes; until all of the response's prompts are accepted an error has a status."""
         while len(self._prompts) < len(self._asked.requests):
             prompt, event = await anext(events)
             assert isinstance(event, GenerationRequest)
@@ -242,7 +242,7 @@ class _Response:
         self._metrics.begin(request)
 
     def _chunks(self, prompt: int, event: Event) -> str:
-        """What an event comes to in a stream."""
+        """Return the text that an event adds to the stream."""
         asked = self._asked
         first = prompt * asked.choices
         if isinstance(event, TokenDelta):

@@ -97,7 +97,7 @@ class Asked:
 
 
 def read_sampling(fields: Fields) -> tuple[generation_pb2.SamplingParams, Mapping[str, str]]:
-    """Everything but log probabilities and the output's length, which the two kinds of request spell differently.
+    """Read the sampling parameters, except log probabilities and output length.
 
     Returns:
         The parameters, and how structured outputs are called here.
@@ -128,7 +128,7 @@ def read_sampling(fields: Fields) -> tuple[generation_pb2.SamplingParams, Mappin
 
 
 def read_length(fields: Fields, params: generation_pb2.SamplingParams, *names: str, low: int = 1) -> str:
-    """The most tokens of output, at least `low`, by the first of these names that is given; returns that name."""
+    """Set the most tokens of output, at least `low`, by the first of these names that is given; return that name."""
     given = [name for name in names if name in fields]
     for name in names:
         value = fields.whole(name, low=low, high=(1 << 32) - 1)
@@ -153,7 +153,7 @@ def _read_logit_bias(fields: Fields, params: generation_pb2.SamplingParams) -> N
 
 
 def read_speculation(fields: Fields) -> generation_pb2.SpeculationParams:
-    """How drafts are used: a mode by name, or an object of SpeculationParams with its words in lower case."""
+    """Read `speculation`: a mode by name, or an object of SpeculationParams in lower case."""
     params = generation_pb2.SpeculationParams()
     if isinstance(fields.take("speculation"), str):
         if (mode := fields.one_of("speculation", tuple(SpeculationMode))) is not None:
@@ -194,7 +194,7 @@ def _read_sources(given: Fields, params: generation_pb2.SpeculationParams) -> No
 
 
 def read_streaming(fields: Fields) -> dict[str, bool]:
-    """Of an `Asked`: stream, include_usage, continuous_usage."""
+    """Read stream, include_usage and continuous_usage of an `Asked`."""
     stream, options = fields.flag("stream"), fields.within("stream_options")
     if options is None:
         return {"stream": stream, "include_usage": False, "continuous_usage": False}
@@ -212,7 +212,7 @@ def read_streaming(fields: Fields) -> dict[str, bool]:
 
 
 def read_metrics(fields: Fields) -> str:
-    """How much is told of this request's speculation."""
+    """Read the level of speculation metrics in the response."""
     return fields.one_of("per_request_spec_decode_metrics", METRICS_LEVELS) or "none"
 
 
@@ -232,7 +232,7 @@ def refuse_what_is_not_served(fields: Fields, neutral: Mapping[str, tuple[Any, .
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """What the common checks found wrong, in this door's names.
+    """Return the common checks' violations under the HTTP API's field names.
 
     Args:
         names: of this request: field of GenerateRequest to what stands for it here.

@@ -1,4 +1,4 @@
-"""What one request cost and how its drafts fared: usage as OpenAI counts it, `metrics` in the shape of vLLM's.
+"""Usage and speculation metrics of one request, in the shapes of OpenAI and vLLM.
 
 vLLM documents `metrics.speculative_decoding` for chains of draft tokens. Here they are trees: a step's draft tokens are
 all nodes that were verified, its accepted ones a path, and `num_spec_tokens` is the deepest that a path may be.
@@ -23,7 +23,7 @@ class RequestMetrics:
         self.completion_tokens = 0
 
     def begin(self, request: GenerationRequest) -> None:
-        """A prompt's generation begins."""
+        """Note the start of a prompt's generation."""
         self._requests.append(request)
 
     def note_round(self, record: generation_pb2.Round) -> None:
@@ -33,11 +33,11 @@ class RequestMetrics:
             self._drafted.append(record.selected)
 
     def note_result(self, result: GenerationResult) -> None:
-        """A prompt's generation has ended."""
+        """Note the end of a prompt's generation."""
         self._results.append(result)
 
     def usage(self) -> dict[str, Any]:
-        """As it is now; a prompt counts once, however many choices it has."""
+        """Return the usage so far; a prompt counts once for all its choices."""
         prompt_tokens = sum(len(request.prompt_token_ids) for request in self._requests)
         return {
             "prompt_tokens": prompt_tokens,

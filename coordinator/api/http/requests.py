@@ -160,7 +160,7 @@ def read_conversation(fields: Fields, tools: Tools | None = None) -> dict[str, A
 def _common(
     fields: Fields, params: generation_pb2.SamplingParams, *, request_id: str | None, prefix: str
 ) -> dict[str, Any]:
-    """What both kinds read alike: for every GenerateRequest, for the Asked, and the request's id."""
+    """Read the fields that both kinds of request share."""
     given = fields.text("request_id")
     if given is not None and not REQUEST_ID.fullmatch(given):
         fields.wrong("request_id", "up to 64 letters, digits and . _ : - needed")
@@ -295,7 +295,7 @@ def _chat_logprobs(fields: Fields) -> int | None:
 
 
 def _template_names(fields: Fields) -> dict[str, Any]:
-    """What a chat template may want to know beside the messages."""
+    """Return the variables of a chat template beside the messages."""
     names = fields.take("chat_template_kwargs") or {}
     if not isinstance(names, dict):
         fields.wrong("chat_template_kwargs", "an object needed")

@@ -80,7 +80,7 @@ class HttpServer:
         return f"{'http' if self._certificate is None else 'https'}://{self.address}"
 
     async def start(self) -> None:
-        """Begins to serve."""
+        """Begin to serve."""
         server, config = self._server, self._server.config
         config.load()
         config.ssl = None if self._certificate is None else self._certificate.context
@@ -91,7 +91,7 @@ class HttpServer:
         logger.info("serving HTTP on %s", self.url)
 
     async def _tick(self) -> None:
-        """What has to be done about once a second: the Date header, and a look at the certificate."""
+        """Update the Date header and check the certificate, about once a second."""
         while True:
             await asyncio.sleep(_TICK_S)
             await self._server.on_tick(0)
@@ -99,12 +99,12 @@ class HttpServer:
                 self._certificate.refresh()
 
     def close_listeners(self) -> None:
-        """Takes no new connections from now on: those to a shared port go to the others."""
+        """Accept no more connections: those to a shared port go to the other processes."""
         for listener in self._server.servers:
             listener.close()
 
     async def stop(self, *, grace_s: float = 1.0) -> None:
-        """Closes listeners and idle connections; responses that go on get `grace_s`."""
+        """Close listeners and idle connections; responses that go on get `grace_s`."""
         if self._ticking is None:
             for listening in self._sockets:
                 listening.close()
@@ -194,7 +194,7 @@ class _DoorCertificate:
             raise CertificateError(f"{self._certificate}, {self._key}: {error}") from error
 
     def refresh(self) -> None:
-        """Reads the files anew if they have changed; what cannot be used is logged, and what was there stays."""
+        """Reload the files if they have changed; log those that cannot be used, and keep the old ones."""
         try:
             stamps = self._read_stamps()
             if stamps == self._stamps:

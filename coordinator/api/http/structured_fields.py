@@ -1,4 +1,4 @@
-"""What an output has to look like, in the three spellings that clients use, to the request's structured_outputs.
+"""Structured output of an HTTP request, in three spellings, as `structured_outputs`.
 
 response_format       OpenAI's: text, json_object, json_schema
 structured_outputs    vLLM's, with the names of the message

@@ -30,7 +30,7 @@ _KNOWN_KEYS = {"name", "type", "id", *_ARGUMENTS}
 
 
 class Calling(enum.Enum):
-    """How calls are written."""
+    """Syntax of tool calls."""
 
     FREE = enum.auto()
     """As the model was taught, or none at all."""

@@ -15,7 +15,7 @@ from outrider.coordinator.sessions.messages import (
 
 
 class Answer:
-    """What one request is told: chunks as they come, where it streams, and one GenerateComplete a choice.
+    """Responses to one request: chunks if it streams, and one GenerateComplete a choice.
 
     Args:
         stream: whether it asked for chunks.

@@ -45,7 +45,7 @@ class VllmEngineServicer:
         self._last_received_s = 0.0
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server."""
+        """Add the service to a server."""
         request_decoding.add_service(self, SERVICE, server)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 the protocol's names
@@ -75,7 +75,7 @@ class VllmEngineServicer:
             await abort_with(context, error)
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Ends the caller's own live requests; others, and unknown ones, are left alone."""
+        """End the caller's own live requests; others, and unknown ones, are left alone."""
         try:
             caller = self._access.caller(context)
         except Unauthenticated as error:

@@ -463,7 +463,7 @@ class ModelDrafter:
             self._send_tree(session)
 
     def _end_stuck_trees(self) -> None:
-        """Sync mode: nothing more will come, for want of slots; what there is is the tree."""
+        """End trees of sync mode that lack slots to grow further, as they are."""
         for session in list(self._sessions.values()):
             if session.sync_tree is not None and not session.holds:
                 self._send_tree(session)

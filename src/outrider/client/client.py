@@ -52,7 +52,7 @@ class _Received:
 
     @property
     def choices(self) -> list[ChoiceOutput]:
-        """What has come so far, one entry a choice; it stays readable after an error."""
+        """Choices received so far, one entry a choice; readable after an error, too."""
         return self._progress.choices()
 
     @property
@@ -80,7 +80,7 @@ class AsyncStream(_Received):
         return self._deltas
 
     async def aclose(self) -> None:
-        """Stops the generation; harmless when it has ended."""
+        """Stop the generation; harmless when it has ended."""
         await self._deltas.aclose()
 
     async def __aenter__(self) -> Self:
@@ -150,7 +150,7 @@ class AsyncClient(_Connected):
     _grpc = grpc.aio
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncStream:
-        """Starts a generation at the first iteration over the returned stream.
+        """Start a generation at the first iteration over the returned stream.
 
         Raises:
             InvalidRequest: an option cannot be put into a request; the server checks the rest.
@@ -158,7 +158,7 @@ class AsyncClient(_Connected):
         return AsyncStream(self._endpoints, self._progress(prompt, options))
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerationOutput:
-        """A whole generation.
+        """Generate to the end and return the whole output.
 
         Raises:
             OutriderError: as the server says; see `outrider.errors`.
@@ -170,7 +170,7 @@ class AsyncClient(_Connected):
         return stream.result
 
     async def abort(self, *request_ids: str) -> list[str]:
-        """Ends live requests, wherever they are; returns the ids that were live."""
+        """End live requests, wherever they are; return the ids that were live."""
         request = generation_pb2.AbortRequest(request_ids=request_ids)
         answers = await asyncio.gather(
             *(_answer(endpoint.stub.Abort(request, timeout=_CALL_TIMEOUT_S)) for endpoint in self._endpoints),
@@ -179,7 +179,7 @@ class AsyncClient(_Connected):
         return _aborted(answers)
 
     async def model_info(self) -> generation_pb2.GetModelInfoResponse:
-        """The model that is served."""
+        """Return the served model and its default output length."""
         request = generation_pb2.GetModelInfoRequest()
         return await self._ask(lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S))
 
@@ -200,7 +200,7 @@ class AsyncClient(_Connected):
             call.cancel()
 
     async def close(self) -> None:
-        """Ends all calls and the connection."""
+        """End all calls and the connection."""
         for endpoint in self._endpoints:
             await endpoint.channel.close()
 
@@ -233,7 +233,7 @@ class Stream(_Received):
         return self._deltas
 
     def close(self) -> None:
-        """Stops the generation; harmless when it has ended."""
+        """Stop the generation; harmless when it has ended."""
         self._deltas.close()
 
     def __enter__(self) -> Self:
@@ -249,7 +249,7 @@ class Client(_Connected):
     _grpc = grpc
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
-        """Starts a generation at the first iteration over the returned stream.
+        """Start a generation at the first iteration over the returned stream.
 
         Raises:
             InvalidRequest: an option cannot be put into a request; the server checks the rest.
@@ -257,7 +257,7 @@ class Client(_Connected):
         return Stream(self._endpoints, self._progress(prompt, options))
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerationOutput:
-        """A whole generation.
+        """Generate to the end and return the whole output.
 
         Raises:
             OutriderError: as the server says; see `outrider.errors`.
@@ -269,7 +269,7 @@ class Client(_Connected):
         return stream.result
 
     def abort(self, *request_ids: str) -> list[str]:
-        """Ends live requests, wherever they are; returns the ids that were live."""
+        """End live requests, wherever they are; return the ids that were live."""
         request = generation_pb2.AbortRequest(request_ids=request_ids)
         answers: list[Any] = []
         for endpoint in self._endpoints:
@@ -280,7 +280,7 @@ class Client(_Connected):
         return _aborted(answers)
 
     def model_info(self) -> generation_pb2.GetModelInfoResponse:
-        """The model that is served."""
+        """Return the served model and its default output length."""
         request = generation_pb2.GetModelInfoRequest()
         return self._ask(lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S))
 
@@ -290,7 +290,7 @@ class Client(_Connected):
         return self._ask(lambda stub: stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
 
     def close(self) -> None:
-        """Ends all calls and the connection."""
+        """End all calls and the connection."""
         for endpoint in self._endpoints:
             endpoint.channel.close()
 
@@ -323,7 +323,7 @@ async def _answer(call: Awaitable[_Answer]) -> _Answer:
 
 
 def _aborted(answers: Sequence[Any]) -> list[str]:
-    """What was aborted anywhere; raises where nobody has answered."""
+    """Return the ids that any coordinator aborted, sorted; raise the first error if none answered."""
     answered = [answer for answer in answers if isinstance(answer, generation_pb2.AbortResponse)]
     if not answered:
         raise answers[0]
@@ -372,7 +372,7 @@ def _run(endpoints: Endpoints[Any], progress: Progress) -> Generator[Delta, None
 
 
 def _pause_s(failure: grpc.RpcError, endpoint: Endpoint[Any], endpoints: Endpoints[Any], progress: Progress) -> float:
-    """How long to wait before the next attempt; raises what has failed if there is to be none."""
+    """Return the pause before the next attempt, in seconds; raise the failure if there is to be none."""
     if progress.is_finished:
         # All has come: how the call ended does not matter.
         return 0.0

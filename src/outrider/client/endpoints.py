@@ -41,12 +41,12 @@ class Endpoint(Generic[_Channel]):
         self._failed_s = -_AVOIDED_S
 
     def note_failure(self) -> None:
-        """A call has found it out of service, or too busy."""
+        """Note that a call has found the endpoint out of service, or too busy."""
         self._failed_s = time.monotonic()
 
     @property
     def is_avoided(self) -> bool:
-        """Whether it has failed lately."""
+        """True for a few seconds after a failure."""
         return time.monotonic() - self._failed_s < _AVOIDED_S
 
 
@@ -77,7 +77,7 @@ class Endpoints(Generic[_Channel]):
         return iter(self._all)
 
     def is_new(self, error: grpc.RpcError) -> bool:
-        """Whether a call's failure may mean that there is no such service: none of them has ever served this client.
+        """Return True if a failure may mean that no such service exists: no endpoint has ever answered this client.
 
         One that broke without a word, after it was sent, has found somebody.
         """
@@ -86,11 +86,11 @@ class Endpoints(Generic[_Channel]):
         return was_answered(error) or was_never_sent(error)
 
     def in_order(self) -> list[Endpoint[_Channel]]:
-        """As given, those that have failed lately last."""
+        """Return the endpoints in the given order, recently failed ones last."""
         return sorted(self._all, key=lambda endpoint: endpoint.is_avoided)
 
     def route(self) -> Iterator[Endpoint[_Channel]]:
-        """Where one request turns to, attempt after attempt, without end."""
+        """Yield endpoints for the attempts of one request, without end."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._all)
         order = [*self._all[turn:], *self._all[:turn]]
         while True:

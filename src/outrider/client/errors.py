@@ -21,7 +21,7 @@ _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
 
 
 def error_of(error: grpc.RpcError) -> errors.OutriderError | TimeoutError:
-    """What a call's failure means to a user."""
+    """Map a failed call to the error that callers see."""
     # grpc's own errors are calls, too; a bare RpcError has none of this.
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     message: str = getattr(error, "details", lambda: None)() or str(error)
@@ -46,13 +46,13 @@ def error_of(error: grpc.RpcError) -> errors.OutriderError | TimeoutError:
 
 
 def was_answered(error: grpc.RpcError) -> bool:
-    """Whether the service itself has said so; otherwise the stream broke, or never was one."""
+    """Return True if the service sent this status; False if the stream broke or never opened."""
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
     return any(key == _DETAILS_KEY for key, _ in metadata)
 
 
 def was_never_sent(error: grpc.RpcError) -> bool:
-    """Whether nobody could be connected to."""
+    """Return True if no connection could be made."""
     details: str | None = getattr(error, "details", lambda: None)()
     return (details or "").startswith("failed to connect to all addresses")
 

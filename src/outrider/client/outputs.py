@@ -1,4 +1,4 @@
-"""What a client gets of a generation: its pieces, its whole, and what is counted of it (no transport)."""
+"""Outputs of a generation as the client returns them: deltas, the whole, statistics (no transport)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -57,7 +57,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSpeculation:
-    """What one source has grown, how much of it was verified, and how much of that accepted.
+    """Draft tokens of one source: drafted, submitted to verification, accepted.
 
     What several sources have grown counts for each.
     """
@@ -69,7 +69,7 @@ class SourceSpeculation:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How drafting went, over all choices (after a resume: since then)."""
+    """Speculation statistics over all choices (after a resume: since then)."""
 
     verify_steps: int
     drafted_tokens: int
@@ -81,7 +81,7 @@ class Speculation:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """As the server measured them (after a resume: since then)."""
+    """Times measured by the server, in milliseconds (after a resume: since then)."""
 
     queue_ms: float
     ttft_ms: float
@@ -122,7 +122,7 @@ class GenerationOutput:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the first choice ended."""
+        """Finish reason of the first choice."""
         return self.choices[0].finish_reason
 
     @property
@@ -149,7 +149,7 @@ def source_speculation(stats: generation_pb2.SpeculationStats) -> dict[str, Sour
 
 
 def token_logprobs(logprobs: target_pb2.Logprobs, skip: int) -> TokenLogprobs:
-    """Those of a delta, without its first `skip` tokens."""
+    """Return a delta's log probabilities without its first `skip` tokens."""
     chosen = floats_from_bytes(logprobs.token_logprobs).tolist()
     best, count = floats_from_bytes(logprobs.top_logprobs).tolist(), logprobs.top_count
     pairs = list(zip(logprobs.top_token_ids, best, strict=True))

@@ -1,4 +1,4 @@
-"""What a client knows of one generation: the request, what has come, and how to go on after a break (no transport)."""
+"""State of one generation at the client: the request, the tokens received, and how to resume (no transport)."""
 
 import random
 import time
@@ -39,7 +39,7 @@ MAX_TREE_CHARACTERS = 16 << 20
 
 @dataclass
 class _Received:
-    """What has come of one choice."""
+    """Tokens and text received of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Received:
     top: list[Sequence[tuple[int, float]]] = field(default_factory=list)
 
     def take(self, delta: generation_pb2.Delta) -> Delta | None:
-        """What of a delta is new: None for a duplicate."""
+        """Return the new part of a delta; None for a duplicate."""
         known, known_bytes = len(self.token_ids) - delta.offset, self.text_bytes - delta.text_offset
         if known < 0 or known_bytes < 0:
             raise OutriderError(f"choice {delta.index}: the server left out what stands before token {delta.offset}")
@@ -105,7 +105,7 @@ class Progress:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last message has come."""
+        """True once the last message has arrived."""
         return self._finished is not None
 
     @property
@@ -119,7 +119,7 @@ class Progress:
         return list(self._tree_lines)
 
     def request(self) -> generation_pb2.GenerateRequest:
-        """What to send: after a break, the same request with what has been received."""
+        """Return the request to send; after a break, with the tokens already received."""
         del self._request.received[:]
         for index, choice in enumerate(self._choices):
             if choice.token_ids:
@@ -131,7 +131,7 @@ class Progress:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def take(self, response: generation_pb2.GenerateResponse) -> Iterator[Delta]:
-        """Takes a message; yields the delta it brought, unless it is a duplicate."""
+        """Take a message; yield the delta it brought, unless it is a duplicate."""
         match response.WhichOneof("event"):
             case "started":
                 if self._started is None:
@@ -159,7 +159,7 @@ class Progress:
                 self._finished = response.finished
 
     def pause_before_resuming_s(self, error: OutriderError | TimeoutError, *, is_new: bool) -> float:
-        """How long to wait before the request is sent again; raises the error if it is not to be sent again.
+        """Return the pause before the request is resumed, in seconds; raise the error if it must not be resumed.
 
         There is no wait before another endpoint: only when all have been tried in vain, and the longer the more often.
 
@@ -196,7 +196,7 @@ class Progress:
             raise OutriderError("the server ended the stream without Finished")
 
     def choices(self) -> list[ChoiceOutput]:
-        """What has come so far."""
+        """Choices received so far."""
         ends = {choice.index: choice for choice in self._finished.choices} if self._finished is not None else {}
         return [self._choice(index, received, ends.get(index)) for index, received in enumerate(self._choices)]
 

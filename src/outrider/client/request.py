@@ -1,4 +1,4 @@
-"""What a client asks for: the options of a generation, and the message that they make (no transport)."""
+"""Options of a generation, and the request message made from them (no transport)."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How likely the target accepts a child, given that it accepted the parent: learned online from commits.
+"""Acceptance of a child given that its parent was accepted, learned online from commits.
 
 The raw draft probability is a poor estimate. A child falls into a bucket by its rank among its siblings and by one
 number that separates accepted from rejected children well:
@@ -42,7 +42,7 @@ _RELIABILITY_BINS = len(RELIABILITY_EDGES) + 1
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES."""
+    """Predicted against observed acceptance of one rule, by bins between RELIABILITY_EDGES."""
 
     rule: str
     children: Sequence[int]  # [B] of parents on the committed path
@@ -206,5 +206,5 @@ def _observe_parents(seen: Any, arrays: Any) -> None:
 
 
 def warm_up() -> None:
-    """Compiles the loop of `observe_parents`, or loads what was compiled, before anybody waits for it."""
+    """Compile the loop of `observe_parents`, or load it from the cache, before anybody waits for it."""
     AcceptanceCalibration(branching=2).observe_parents(np.zeros((0, 4), dtype=np.int64))

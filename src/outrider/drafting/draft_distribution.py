@@ -53,7 +53,7 @@ class DraftDistribution:
         return self.weights.astype(np.float32) / np.float32(WEIGHT_SUM)
 
     def fault(self, token: int, vocab_size: int) -> str | None:
-        """What is wrong with this as the q that `token` was drawn from; None if nothing is."""
+        """Return why this cannot be the q that `token` was drawn from; None if it can."""
         if len(self.token_ids) == 0 or int(self.token_ids.max()) >= vocab_size:
             return f"token ids from 0 to {vocab_size - 1} needed, at least one"
         if len(np.unique(self.token_ids)) < len(self.token_ids):
@@ -67,7 +67,7 @@ class DraftDistribution:
 
 
 def pack_distributions(distributions: Sequence[DraftDistribution | None]) -> common_pb2.DraftDistributions | None:
-    """Those of a batch's nodes as they travel; None where no node has one."""
+    """Pack the distributions of a batch's nodes for the wire; None if no node has one."""
     present = [distribution for distribution in distributions if distribution is not None]
     if not present:
         return None

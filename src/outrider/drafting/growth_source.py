@@ -1,4 +1,4 @@
-"""Where the nodes of a token tree come from, by name and by number (torch-free).
+"""Sources of tree nodes, by name and number (torch-free).
 
 A node's source changes nothing of how it is verified: it is told so that what each source is worth can be learned and
 shown, and so that a request can choose.
@@ -20,7 +20,7 @@ class GrowthSource(IntEnum):
 
     @property
     def word(self) -> str:
-        """As users write it."""
+        """Name in options and metrics."""
         return self.name.lower()
 
 
@@ -46,7 +46,7 @@ def sources_from_proto(numbers: Iterable[int], *, default: Iterable[GrowthSource
 
 
 def to_proto(source: GrowthSource) -> common_pb2.GrowthSource:
-    """As it travels."""
+    """Return the source as its protocol enum."""
     return cast("common_pb2.GrowthSource", source.value)
 
 

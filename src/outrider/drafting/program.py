@@ -79,7 +79,7 @@ class Bucket:
 
     @property
     def lines(self) -> int:
-        """L."""
+        """L, the lines of the bucket: rows at which children are ranked."""
         return min(self.rows, self.entries + self.sessions)
 
 
@@ -265,7 +265,10 @@ class GrowthProgram:
         """Write the columns of a row that no launched step uses; they are in place on return.
 
         Args:
-            tokens: committed, prompt and output.
+            row: of the pool.
+            sampling: of the session.
+            tokens: [n], committed, prompt and output.
+            prompt_len: how many of them are the prompt.
             stop_ids: tokens whose nodes have no children.
             max_nodes, max_depth: bounds of its tree.
             is_fixed: whether its estimates come from the calibration's prior alone.

@@ -1,1 +1,1 @@
-"""What both workers share: checkpoints, KV slots, ragged batches and the model runner."""
+"""The model engine of both workers: checkpoints, KV slots, ragged batches and the model runner."""

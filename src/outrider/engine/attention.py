@@ -1,4 +1,4 @@
-"""Which operator computes attention."""
+"""Choice of the attention operator."""
 
 from typing import Protocol
 

@@ -65,7 +65,7 @@ def read_checkpoint(config: EngineConfig) -> tuple[DecoderSpec, ModelCard]:
 
 
 def _eos_token_ids(folder: Path, document: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those of generation_config.json, which instruction-tuned checkpoints keep complete; else of config.json."""
+    """Return the end-of-sequence ids of generation_config.json, else of config.json."""
     generation = read_json_object(folder / "generation_config.json") or {}
     given = generation.get("eos_token_id")
     if given is None:

@@ -1,4 +1,4 @@
-"""How an engine is set up (torch-free, so that command lines may build it)."""
+"""Configuration of an engine (torch-free, so that command lines may build it)."""
 
 import importlib.util
 from dataclasses import dataclass, replace

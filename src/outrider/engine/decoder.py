@@ -53,7 +53,7 @@ class DecoderInputs:
     features: torch.Tensor | None = None
 
     def note(self, layer: int, hidden: torch.Tensor) -> None:
-        """Keeps the hidden states [T, N] after so many layers, where they are wanted."""
+        """Keep the hidden states [T, N] after this many layers, where they are wanted."""
         if self.features is None:
             return
         width = hidden.shape[1]
@@ -98,7 +98,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: DecoderInputs) -> torch.Tensor:
-        """Stores the rows' keys and values in their slots and returns the last norm's rows, [T, N]."""
+        """Store the rows' keys and values in their slots and return the last norm's rows, [T, N]."""
         eps = self.spec.norm_eps
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
         if self._embedding_factor != 1:
@@ -172,7 +172,7 @@ class Decoder:
         return mixed.flatten(1)
 
     def _addend(self, rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """What a block adds to the hidden rows, in parts [P, T, N]; of all ranks, unless the next norm adds them up."""
+        """Return a block's output in parts [P, T, N], summed over ranks unless the next norm does that."""
         addend = linear_parts(rows, weight, fixed=self._fixed)
         if self._all_reduce is not None and self.weights.world_size > 1 and self._sum_norm is None:
             addend = self._all_reduce(addend)

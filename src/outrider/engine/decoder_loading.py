@@ -69,7 +69,7 @@ def load_decoder(config: EngineConfig, source: WeightSource | None, ranks: Ranks
 
 
 def check_eight_bits(config: EngineConfig, device: torch.device) -> None:
-    """Refuses deterministic steps with weights of 8 bits where torch would write these out before a product.
+    """Refuse deterministic steps with weights of 8 bits where torch would write these out before a product.
 
     Its order of sums follows the number of rows.
 

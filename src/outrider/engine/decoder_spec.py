@@ -1,4 +1,4 @@
-"""What the decoder must know of a model: sizes, norms, biases, windows, rotary tables and caps, read from its config.
+"""Sizes, norms, biases, windows, rotary tables and caps of a decoder, read from its config.
 
 Seven model types are one program with these differences:
 
@@ -63,7 +63,7 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """What a model type fixes and its config does not say."""
+    """Properties that a model type implies and its config does not state."""
 
     is_gemma: bool = False
     addend_norms: bool = False
@@ -215,7 +215,7 @@ class DecoderSpec:
 
 
 def _windowed_layers(config: Mapping[str, Any], family: _Family) -> list[bool]:
-    """Which layers have the window, if there is one."""
+    """Return for each layer whether it has the sliding window."""
     layers = range(config["num_hidden_layers"])
     if family.windows != "by_layer":
         return [family.windows == "all" for _ in layers]

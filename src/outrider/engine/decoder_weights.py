@@ -173,7 +173,12 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def weight_bytes(spec: DecoderSpec, dtype: torch.dtype, *, world_size: int = 1, quantized: bool = False) -> int:
-    """Bytes of one rank's weights, rotary tables apart."""
+    """Return the bytes of one rank's weights, without rotary tables.
+
+    Args:
+        dtype: of the weights that are not quantised.
+        quantized: whether the matrices of the layers have 8 bits, with a float32 scale a row.
+    """
     total = 0
     for name, shape in tensor_shapes(spec).items():
         split = len(shape) == 2 and name != EMBEDDING
@@ -187,12 +192,12 @@ def weight_bytes(spec: DecoderSpec, dtype: torch.dtype, *, world_size: int = 1, 
 
 
 def layer_prefix(index: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """Return the prefix of a layer's tensor names."""
     return f"model.layers.{index}."
 
 
 def check_world_size(spec: DecoderSpec, world_size: int) -> None:
-    """Raises CheckpointError unless heads and feed-forward channels divide into `world_size` equal parts."""
+    """Raise CheckpointError unless heads and feed-forward channels divide into `world_size` equal parts."""
     fits = [n for n in range(1, spec.kv_heads + 1) if spec.kv_heads % n == 0 and spec.intermediate_size % n == 0]
     if world_size not in fits:
         raise CheckpointError(
@@ -305,7 +310,10 @@ class WeightLoader:
         return stacked
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor, whole: where only some matrices of an input come with 8 bits, none keeps them."""
+        """Return rows `start` to `stop` of a tensor, [stop - start, ...] of the loader's dtype.
+
+        Rows of 8 bits are multiplied out: where only some matrices of an input have 8 bits, none keeps them.
+        """
         if self.source.factors(name) is None:
             return self.source.rows(name, start, stop)
         return self._scaled_rows(name, start, stop).dequantised(self.dtype)
@@ -325,7 +333,7 @@ class WeightLoader:
         return self._empty((self.spec.hidden_size, stop - start)).copy_(self.source.columns(name, start, stop))
 
     def norm(self, name: str) -> torch.Tensor:
-        """A norm's factors as they are applied."""
+        """Return a norm's factors as they are applied, [N]."""
         weight, offset = self._whole(f"{name}.weight"), self.spec.norm_offset
         return weight.float() + offset if offset else weight
 
@@ -333,7 +341,11 @@ class WeightLoader:
         return self.source.tensor(name).to(self.device, self.dtype).contiguous()
 
     def head(self, embedding: torch.Tensor) -> torch.Tensor | ScaledWeight:
-        """The rank's rows of the output layer."""
+        """Return the rank's rows of the output layer, [ceil(V / ranks), N]; zeros behind the last token's.
+
+        Args:
+            embedding: [V, N], which a tied output layer is a view of.
+        """
         spec = self.spec
         share = -(-spec.vocab_size // self.world_size)
         start, stop = min(self.rank * share, spec.vocab_size), min((self.rank + 1) * share, spec.vocab_size)

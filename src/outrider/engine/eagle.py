@@ -70,7 +70,7 @@ class EagleHead:
 
     @torch.inference_mode()
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """What rows of the target enter the layer as: [T, F] hidden states of `taps`, side by side, to [T, N].
+        """Project hidden states of the `taps`, [T, F], to the layer's input [T, N].
 
         Rows that the head has drafted itself enter as `forward` returned them.
         """
@@ -90,7 +90,7 @@ class EagleHead:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Stores the rows' keys and values in their slots; the rows [T, N], new, that logits and further rows read.
+        """Store the rows' keys and values in their slots; return new rows [T, N], which logits and further rows read.
 
         Args:
             hidden: [T, N] of `fuse`, or of `forward` for rows that were drafted; not changed.
@@ -121,7 +121,15 @@ class EagleHead:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> None:
-        """Stores the rows' keys and values, as `forward` does, and computes nothing further of them."""
+        """Store the rows' keys and values, as `forward` does, and compute nothing more.
+
+        Args:
+            hidden: [T, N] of `fuse`; not changed.
+            token_ids: [T] int32 or int64, the token after each row.
+            positions: [T] int32 of the rows.
+            write_slots: [T] int64; a row whose slot is out of range stores nothing.
+            key_cache, value_cache: [num_slots, Hkv, D], written.
+        """
         self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
 
     @torch.inference_mode()
@@ -154,7 +162,7 @@ class EagleHead:
         write_slots: torch.Tensor,
         caches: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the rows' keys and values; the residual stream [T, N] and the queries [T, H, D]."""
+        """Store the rows' keys and values; return the residual stream [T, N] and the queries [T, H, D]."""
         spec, weights = self.spec.layer, self.weights
         stream, rows = self._enter(hidden, token_ids)
         query = rotary_store(
@@ -194,7 +202,7 @@ class BlockHead(EagleHead):
 
     @property
     def block_size(self) -> int:
-        """B."""
+        """B, tokens of a block."""
         return self.spec.block_size
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What a folder with an EAGLE head says about it: the layout, the sizes, and which of the target's layers it reads.
+"""Layout, sizes and tapped target layers of an EAGLE head, read from its folder.
 
     eagle1   fc over [embedding of the next token, last hidden state], one Llama layer without a norm before its
              attention; embedding and output layer are the target's. EAGLE-2's trees grow from the same checkpoints

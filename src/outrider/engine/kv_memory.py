@@ -1,4 +1,4 @@
-"""How much KV fits a device, and the caches that hold it."""
+"""KV caches, and how many slots fit a device."""
 
 import math
 import mmap
@@ -71,7 +71,7 @@ class KvShape:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU of pages that the system gives once they are written: a worker starts sooner, and holds what it uses."""
+    """Return zeros; on a CPU, of pages allocated when written: a worker starts sooner, and holds what it uses."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -92,7 +92,7 @@ def step_bytes(config: EngineConfig, spec: DecoderSpec, *, features: int = 0) ->
 def fitting_slots(
     config: EngineConfig, *, bytes_per_slot: int, most: int, device: torch.device, bytes_beside: int
 ) -> int:
-    """How many slots there will be: those configured, else what memory holds.
+    """Return the number of KV slots: as configured, else as many as fit into memory.
 
     Args:
         most: more are of no use.

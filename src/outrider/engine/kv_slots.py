@@ -1,4 +1,4 @@
-"""Which KV slot holds which token: token-granular slots, one table row a session, on the host.
+"""Token-granular KV slots on the host: one table row a session.
 
 The caches themselves live in the model runner; this is bookkeeping alone. Accepting a branch of a tree moves slot
 numbers within a row and never moves keys or values.
@@ -39,7 +39,7 @@ class SlotTable:
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._free_count = num_slots
         self.lender: PrefixCache | None = None
-        """Who lends slots to rows; at most one, who sets it."""
+        """Lender of slots to rows; at most one, which sets this itself."""
         self._lengths = [0] * max_rows
         self._borrowed = [0] * max_rows
 
@@ -68,11 +68,15 @@ class SlotTable:
         return self._lengths[row]
 
     def borrowed(self, row: int) -> int:
-        """How many of the row's slots, its first ones, are a lender's."""
+        """Return how many of the row's slots, its first ones, are borrowed."""
         return self._borrowed[row]
 
     def extend(self, row: int, count: int) -> None:
-        """Append `count` fresh slots to the row; OutOfSlots, and no change, where the pool or the row has no room."""
+        """Append `count` fresh slots to the row.
+
+        Raises:
+            OutOfSlots: the pool or the row has no room; nothing has changed.
+        """
         length = self._lengths[row]
         if count > self.free:
             raise OutOfSlots(f"{count} slots asked for, {self.free} of {self.num_slots} free")
@@ -86,7 +90,7 @@ class SlotTable:
         self._lengths[row] = length + count
 
     def truncate(self, row: int, length: int) -> None:
-        """Frees the row's slots at indices >= `length`; borrowed ones return to their lender."""
+        """Free the row's slots at indices >= `length`; borrowed ones return to their lender."""
         end, borrowed = self._lengths[row], self._borrowed[row]
         if length >= end:
             return
@@ -99,7 +103,7 @@ class SlotTable:
         self._lengths[row] = length
 
     def borrow(self, row: int, slots: Slots) -> None:
-        """Puts a lender's slots behind those that the row has borrowed already, in place of its own at these indices.
+        """Put a lender's slots behind those that the row has borrowed already, in place of its own at these indices.
 
         Args:
             slots: [n] with the KV of the n tokens that follow what is borrowed; n reaches the row's end, or less.
@@ -114,18 +118,18 @@ class SlotTable:
         self._lengths[row] = max(stop, end)
 
     def lend(self, row: int, length: int) -> Slots:
-        """Makes the row's own slots before `length` the lender's, from whom the row has them now; a copy of them."""
+        """Pass the row's own slots before `length` to the lender, from which it then borrows them; return a copy."""
         slots = self.table[row, self._borrowed[row] : length].copy()
         self._borrowed[row] = length
         return slots
 
     def reclaim(self) -> None:
-        """Takes back what a lender has and no row borrows: none of it is remembered any more."""
+        """Take back the lender's slots that no row borrows; their tokens are forgotten."""
         if self.lender is not None:
             self._put_back(self.lender.give_back(self.lender.unused))
 
     def reorder(self, row: int, start: int, count: int, kept: Sequence[int]) -> None:
-        """Moves some of the row's slots to the front of a part of it; the others follow in order.
+        """Move some of the row's slots to the front of a part of it; the others follow in order.
 
         Args:
             start: index of the first slot of the part.

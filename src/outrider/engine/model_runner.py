@@ -82,11 +82,11 @@ class ModelRunner:
         self._caches = shape.caches(num_slots, self.device)
 
     def close(self) -> None:
-        """Ends the other ranks; nothing may be run any more."""
+        """End the other ranks; nothing may be run any more."""
         self.ranks.close()
 
     def commands(self) -> Mapping[str, Callable[[Any], object]]:
-        """What rank 0 tells the other ranks to do."""
+        """Return the handlers of rank 0's commands, by name."""
 
         def follow(shape: PackedShape) -> None:
             assert self._packed is not None
@@ -99,11 +99,11 @@ class ModelRunner:
         }
 
     def running(self) -> RunningModel:
-        """What other weights have to fit."""
+        """Return the running model, which other weights are checked against."""
         return RunningModel(config=self.config, card=self.info, spec=self._decoder.spec, weights=self._decoder.weights)
 
     def refill(self, folder: Path) -> None:
-        """Puts a checkpoint's weights in the place of those that it runs with, on every rank, which stay where they
+        """Put a checkpoint's weights in the place of those that it runs with, on every rank, which stay where they
         are. No step may be in flight, and no KV is of use any more.
 
         Args:

@@ -65,7 +65,7 @@ class PrefixCache:
         return sum(len(edge.slots) for edge in self._all())
 
     def take(self, row: int, tokens: TokenIds) -> int:
-        """Gives the row the KV of the longest known beginning of `tokens`, if that is more than the row has.
+        """Give the row the KV of the longest known beginning of `tokens`, if that is more than the row has.
 
         The row's slots, if any, are those of the first of the tokens. Returns its length then.
         """
@@ -84,7 +84,7 @@ class PrefixCache:
         return length
 
     def keep(self, row: int, tokens: TokenIds) -> None:
-        """Remembers what the row has computed; it goes on with borrowed slots.
+        """Remember what the row has computed; it goes on with borrowed slots.
 
         Where the same tokens were known already, the row takes their slots and its own become free. Every slot of the
         row has KV, and there are as many tokens.
@@ -102,7 +102,7 @@ class PrefixCache:
         self.share(row, tokens)
 
     def share(self, row: int, tokens: TokenIds) -> None:
-        """Remembers what the row has computed of its first tokens, and leaves its slots where they are.
+        """Remember what the row has computed of its first tokens, and leave its slots where they are.
 
         Where another has remembered some of them meanwhile, nothing changes.
         """
@@ -148,7 +148,7 @@ class PrefixCache:
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def freed_by(self, rows: Iterable[int]) -> int:
-        """How many slots would become free, or unused, if all these rows were emptied."""
+        """Return how many slots would become free or reclaimable if all these rows were emptied."""
         freed = 0
         users: dict[int, int] = {}
         edges: dict[int, _Edge] = {}
@@ -170,7 +170,7 @@ class PrefixCache:
         return edge, position
 
     def _split(self, edge: _Edge, count: int) -> _Edge:
-        """Cuts an edge after its first `count` tokens; the new edge of these. The rest stays what rows hold."""
+        """Cut an edge after its first `count` tokens and return the new edge of these. Rows go on holding the rest."""
         parent = edge.parent
         assert parent is not None and 0 < count < len(edge.tokens)
         first = _Edge(parent, edge.start, edge.tokens[:count], edge.slots[:count])
@@ -232,7 +232,7 @@ def _upwards(edge: _Edge) -> Iterator[_Edge]:
 
 
 def common_length(one: TokenIds, other: TokenIds) -> int:
-    """How many tokens both begin with alike."""
+    """Return the length of the longest common prefix."""
     count = min(len(one), len(other))
     differs = one[:count] != other[:count]
     first = int(differs.argmax()) if count else 0

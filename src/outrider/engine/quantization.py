@@ -30,7 +30,7 @@ def check_quantization(folder: Path, given: Any) -> None:
 
 
 def _unserved(given: Mapping[str, Any]) -> str | None:
-    """What of a `quantization_config` is not served, if anything."""
+    """Return the first unsupported part of a `quantization_config`; None if all is supported."""
     method = given.get("quant_method")
     if method == "fp8":
         return _unserved_fp8(given)

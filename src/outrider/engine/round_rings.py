@@ -146,7 +146,7 @@ class Inbox:
         self._move_queued()
 
     def reported(self, tail: int) -> list[Release]:
-        """Learn how far the device has read: gives places of the ring and rows free, and returns what is released."""
+        """Learn how far the device has read: free places of the ring and rows, and return what is released."""
         released = []
         self._tail = tail
         while self._urgent and self._urgent[0][0] <= tail:
@@ -224,7 +224,7 @@ class Report:
 
 
 class Rounds:
-    """When to launch rounds, and what the launched ones have written. For the one thread that launches.
+    """Schedule of launched rounds and reader of their outputs. For the launching thread only.
 
     while serving:
         while (event := rounds.poll()) is not None:
@@ -271,7 +271,7 @@ class Rounds:
         return unread == 1 and can_run
 
     def launched(self) -> int:
-        """Count a launched round; returns its number, from 0."""
+        """Count a launched round; return its number, from 0."""
         self._launched += 1
         return self._launched - 1
 

@@ -1,4 +1,4 @@
-"""What steps that run one after the other share: processors of their sessions, and room for what is soon read."""
+"""Memory shared by steps that run in turn: processors of their sessions, and logits that are soon read."""
 
 from dataclasses import dataclass, replace
 from typing import Self

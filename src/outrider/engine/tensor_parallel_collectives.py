@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel model tell each other inside a forward: sums of hidden rows, and logits.
+"""Collectives of a tensor-parallel forward: sums of hidden rows, gathered logits.
 
 On GPUs what fits goes through mailboxes that the GPUs write into directly (`outrider.kernels.collectives.all_reduce`);
 the rest goes through NCCL. NVLink multicast stays off in both. On a CPU everything goes through gloo.
@@ -37,7 +37,7 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """How ranks find each other."""
+    """Rendezvous of the ranks."""
 
     rank: int  # of this process, 0 to world_size - 1
     world_size: int
@@ -46,7 +46,7 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class SumOptions:
-    """How ranks add up; the same on all."""
+    """Options of the collectives, equal on all ranks."""
 
     letter_bytes: int  # of the largest sum that goes through mailboxes; none with 0
     gathered_bytes: int  # of the largest matrix of logits that does
@@ -89,19 +89,19 @@ class Collectives:
         dist.broadcast(words, 0)
 
     def abort(self) -> None:
-        """Lets go whoever waits for a rank that is gone; what comes out is void. Any thread may call it.
+        """Let go whoever waits for a rank that is gone; what comes out is void. Any thread may call it.
 
         Gloo itself notices a rank that is gone.
         """
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> Collectives:
-    """Joins the other ranks."""
+    """Join the process group and return its collectives."""
     os.environ.update(_NO_MULTICAST | _NO_ABORT)
     for name, value in _LOOPBACK.items():
         os.environ.setdefault(name, value)
@@ -122,7 +122,7 @@ def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> Coll
 
 
 def share_mailboxes(meeting: Meeting, store: Store, device: torch.device, options: SumOptions) -> "CudaCollectives":
-    """What `connect` gives ranks on GPUs, once they are in one group, whatever its backend.
+    """Return the collectives of GPU ranks that are in one process group, whatever its backend.
 
     Args:
         meeting: where they have joined each other.
@@ -143,7 +143,7 @@ def _aligned(size: int) -> int:
 
 
 def _mailbox(layout: MailboxLayout, meeting: Meeting, store: Store, device: torch.device) -> Mailbox | None:
-    """This rank's mailbox, or None on all ranks where one of them cannot reach another's memory."""
+    """Return this rank's mailbox, or None on all ranks if one of them cannot reach another's memory."""
     memory = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
     mailbox = None
@@ -263,7 +263,7 @@ class CudaCollectives(Collectives):
         return super().gather_logits(logits)
 
     def abort(self) -> None:
-        """Sets the word that waiting kernels look at, and ends NCCL's communicator."""
+        """Set the word that waiting kernels look at, and end NCCL's communicator."""
         if self.mailbox is not None:
             with torch.cuda.stream(self._stream):
                 self.mailbox.stopped.copy_(self._stop, non_blocking=True)

@@ -90,7 +90,7 @@ class Leader(Ranks):
         return agreed
 
     def connect(self, options: SumOptions) -> Collectives:
-        """Joins the ranks' sums, once all have loaded.
+        """Join the ranks' sums, once all have loaded.
 
         Raises:
             CheckpointError: a rank could not load its part, with the reason.
@@ -129,7 +129,7 @@ class Leader(Ranks):
         self._raise_if_failed()
 
     def close(self) -> None:
-        """Ends the followers, by word and then by force, and leaves the group."""
+        """End the followers, by word and then by force, and leave the group."""
         with self._changed:
             already, self._closing = self._closing, True
             # Without collectives the others are still loading, and do not listen.
@@ -154,7 +154,7 @@ class Leader(Ranks):
                 raise self._copy_of_error() from error
 
     def _watch(self) -> None:
-        """Takes what followers say, and notices those that end or keep everybody waiting."""
+        """Take the followers' messages, and notice those that end or keep everybody waiting."""
         by_connection: dict[Any, _Process] = {follower.connection: follower for follower in self._followers}
         while not self._closing and self._error is None:
             for ready in multiprocessing.connection.wait(list(by_connection), _POLL_S):
@@ -176,7 +176,7 @@ class Leader(Ranks):
                 self._fail("the tensor-parallel ranks have not answered in time")
 
     def _fail(self, reason: str, *, refused: bool = False) -> None:
-        """Tells everybody, and makes sure that nothing waits for the lost rank for ever."""
+        """Tell everybody, and make sure that nothing waits for the lost rank for ever."""
         with self._changed:
             if self._closing or self._error is not None:
                 return
@@ -227,7 +227,7 @@ class _Process:
         logger.info("tensor-parallel rank %d is process %d", self.rank, self._process.pid)
 
     def ending(self) -> str:
-        """How the process ended, a moment after its end was noticed."""
+        """Return how the process ended, waiting a moment for its exit status."""
         try:
             code = self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -235,7 +235,7 @@ class _Process:
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def stop(self, *, by_force: bool) -> None:
-        """Ends the process."""
+        """End the process."""
         if by_force:
             self._process.kill()
         else:
@@ -251,12 +251,12 @@ class _Process:
         self.connection.close()
 
     def kill(self) -> None:
-        """Ends the process without a word."""
+        """End the process without a word."""
         self._process.kill()
 
 
 def start_ranks(config: EngineConfig, source: WeightSource | None = None) -> Ranks:
-    """Starts the followers of `config.tensor_parallel_size` ranks; they load while the leader does.
+    """Start the followers of `config.tensor_parallel_size` ranks; they load while the leader does.
 
     Args:
         source: of its weights, which can be pickled; by default the files of the checkpoint.

@@ -44,13 +44,13 @@ class Follower(Ranks):
         return agreed
 
     def connect(self, options: SumOptions) -> Collectives:
-        """Joins the ranks' sums, once all have loaded."""
+        """Join the ranks' sums, once all have loaded."""
         self.least(0)
         self._collectives = connect(self._meeting, self.device, options)
         return self._collectives
 
     def follow(self, commands: Mapping[str, Callable[[Any], object]]) -> None:
-        """Runs what the leader sends until it says stop, or is gone.
+        """Run what the leader sends until it says stop, or is gone.
 
         Args:
             commands: by name; each takes the payload.
@@ -63,7 +63,7 @@ class Follower(Ranks):
             commands[name](payload)
 
     def _await_command(self) -> None:
-        """Until there is something to read, or for a while: a process that sleeps takes long to wake."""
+        """Spin until a command comes, for a while at most: a sleeping process takes long to wake."""
         if self.device.type != "cuda":
             return
         poll = select.poll()
@@ -74,7 +74,7 @@ class Follower(Ranks):
 
 
 def main() -> None:
-    """Loads, then does what it is told."""
+    """Load the model, then run the leader's commands."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)

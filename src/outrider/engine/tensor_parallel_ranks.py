@@ -26,7 +26,7 @@ class Setup:
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Where a rank runs: the GPU of its number among those that this process sees, or the CPU."""
+    """Return the rank's device: the visible GPU of its number, or the CPU."""
     return torch.device("cuda", rank) if config.device == "cuda" else torch.device(config.device)
 
 
@@ -45,11 +45,11 @@ class Ranks:
         return value
 
     def connect(self, options: SumOptions) -> Collectives:
-        """Joins the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
+        """Join the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
         raise AssertionError("one rank has no others")
 
     def lead(self, name: str, payload: object = None) -> None:
-        """Sends a command to all followers, which they run after the ones before; nothing on a follower."""
+        """Send a command to all followers, which they run after the ones before; nothing on a follower."""
 
     def broadcast(self, words: torch.Tensor) -> None:
         """See `Collectives.broadcast`; all must call it, with words of equal size."""
@@ -61,7 +61,7 @@ class Ranks:
         self._graphs.add(graph)
 
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for what all ranks do; a follower ends with its leader, which watches all.
+        """Return a guard of a wait for what all ranks do; a follower ends with its leader, which watches all.
 
         Raises (as it is left):
             WorkerUnavailable: a rank was lost meanwhile or before, or the wait took too long.
@@ -69,7 +69,7 @@ class Ranks:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Ends the followers and leaves the group; no graph with collectives may be run any more."""
+        """End the followers and leave the group; no graph with collectives may be run any more."""
         for graph in self._graphs:
             graph.reset()
         if self._collectives is not None:

@@ -63,7 +63,7 @@ class RunningModel:
 
 
 def check_weights(running: RunningModel, folder: Path) -> CheckedWeights:
-    """Whether a model could run with a checkpoint's weights instead of its own; reads all of them, changes nothing.
+    """Check that a model can run with a checkpoint's weights; reads all of them, changes nothing.
 
     Raises:
         CheckpointError: why not.
@@ -97,7 +97,7 @@ def refill_decoder(
     quantized: bool,
     output_layer: Weight | None = None,
 ) -> None:
-    """Copies a rank's part of other weights into the decoder's tensors.
+    """Copy a rank's part of other weights into the decoder's tensors.
 
     Args:
         source: of the others, which `check_weights` has found to fit.
@@ -171,7 +171,7 @@ def _check_architecture(folder: Path, running: DecoderSpec, found: DecoderSpec) 
 
 
 def _check_kinds(running: RunningModel, spec: DecoderSpec, source: SafetensorsSource) -> None:
-    """Whether matrices of 8 bits stand where such are, and an output layer of its own only where there is one."""
+    """Check that 8-bit matrices replace 8-bit matrices, and that output layers match."""
     held = running.weights
     own_head = not isinstance(held.head, torch.Tensor) or not _is_view(held.head, held.embedding)
     for index, layer in enumerate(held.layers):

@@ -1,4 +1,4 @@
-"""Where weights come from: memory-mapped safetensors files of a checkpoint.
+"""Weights from memory-mapped safetensors files of a checkpoint.
 
 A source hands out whole tensors, rows or columns by the names that transformers gives them. Of a file only the pages
 of what is asked for are read, and nothing is copied before it goes to its device.
@@ -34,19 +34,19 @@ class WeightSource(Protocol):
 
     @property
     def place(self) -> str:
-        """What messages call it."""
+        """Name of the source in messages."""
         ...
 
     def stores(self, name: str) -> bool:
-        """Whether a tensor that a model may lack is there."""
+        """Return True if the source has this optional tensor."""
         ...
 
     def factors(self, name: str) -> torch.Tensor | None:
-        """Of a matrix of 8 bits, what its rows are to be multiplied with, float32; None for any other tensor."""
+        """Return the scales of an 8-bit matrix [R, C], [R] float32; None for any other tensor."""
         ...
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Says what will be asked for.
+        """Check that the source has tensors of these shapes, before any is read.
 
         Raises:
             CheckpointError: a tensor is missing, of another shape or no float; where only reading it can tell, the
@@ -55,15 +55,15 @@ class WeightSource(Protocol):
         ...
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         ...
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Its entries from `start` to `stop` of the first dimension."""
+        """Return rows `start` to `stop` of a tensor [R, ...]."""
         ...
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Of a matrix, the columns from `start` to `stop`."""
+        """Return columns `start` to `stop` of a matrix [R, C]."""
         ...
 
 
@@ -99,11 +99,11 @@ class SafetensorsSource:
         return sum(math.prod(self._shape(name)) for name in self.names)
 
     def stores(self, name: str) -> bool:
-        """Whether the checkpoint has the tensor."""
+        """Return True if the checkpoint has the tensor."""
         return name in self._file_of
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Reads the headers of all files."""
+        """See `WeightSource.check`; reads the headers of all files."""
         for file in dict.fromkeys(self._file_of.values()):
             self._open(file)
         absent = [name for name in shapes if name not in self._file_of]
@@ -124,7 +124,7 @@ class SafetensorsSource:
                                       "give the float or bfloat16 checkpoint")  # fmt: skip
 
     def factors(self, name: str) -> torch.Tensor | None:
-        """Those beside a tensor of 8 bits, one a row."""
+        """Return the scales stored beside an 8-bit matrix, [R] float32; None for any other tensor."""
         if _factors_of(name) not in self._file_of or self._slice(name).get_dtype() != _SCALED:
             return None
         factors = _factors_of(name)
@@ -137,13 +137,13 @@ class SafetensorsSource:
         return self._select(name, slice(None), self._slice(name)[:])
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """As `tensor`."""
+        """See `WeightSource`."""
         if _rows_of(name) in self._file_of:
             return self._select(name, slice(start, stop), self._slice(name)[:])
         return self._slice(name)[start:stop]
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """As `tensor`."""
+        """See `WeightSource`."""
         return self._select(name, slice(None), self._slice(name)[:, start:stop])
 
     def _select(self, name: str, part: slice, stored: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What tells one checkpoint's weights from another's: a digest over its tensors.
+"""Version of a checkpoint's weights: a digest over its tensors.
 
     version = first 32 digits of SHA-256 over (name, dtype, shape, SHA-256 of its bytes) of every tensor, by name
 
@@ -27,7 +27,7 @@ _THREADS = 4
 _DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", INDEX_FILE)
 _CHUNK_BYTES = 16 << 20
 Stamps = tuple[tuple[str, int, int, int], ...]
-"""Of every file: name, size, time of its last change, number on its disk."""
+"""Name, size, time of last change and inode of every file."""
 
 
 def weights_version(folder: Path) -> str:
@@ -57,7 +57,7 @@ def file_stamps(folder: Path) -> Stamps:
 def _begin(
     path: Path, names: Iterable[str], pool: ThreadPoolExecutor, files: contextlib.ExitStack
 ) -> Iterator[tuple[str, str, str, "Future[bytes]"]]:
-    """Has the tensors of one file digested, in the order in which they lie there."""
+    """Start to digest the tensors of one file, in the order in which they lie there."""
     wanted = set(names)
     try:
         file = files.enter_context(path.open("rb"))

@@ -79,11 +79,11 @@ class Front:
 
     @property
     def port(self) -> int:
-        """Of `address`."""
+        """Port of `address`."""
         return int(self.address.rpartition(":")[2])
 
     async def listen(self) -> None:
-        """Starts the process, which binds its address.
+        """Start the process, which binds its address.
 
         Raises:
             OSError: the address is taken.
@@ -104,7 +104,7 @@ class Front:
         self.address = found["address"]
 
     async def start(self) -> None:
-        """Serves from now on."""
+        """Serve from now on."""
         await self._ask("serve")
 
     async def stop(self, *, drain: Callable[[], Awaitable[None]], failure: OutriderError | None = None) -> None:
@@ -129,7 +129,7 @@ class Front:
         self._end()
 
     def share_cores(self) -> None:
-        """Moves the process to this one's cores, which have been chosen since it was started."""
+        """Move the process to this one's cores, which have been chosen since it was started."""
         assert self._process is not None
         if sys.platform == "linux":
             # It may have ended meanwhile, which `failed` tells.
@@ -140,7 +140,7 @@ class Front:
                         os.sched_setaffinity(int(task.name), os.sched_getaffinity(0))
 
     def close(self) -> None:
-        """Ends the process, if it has not ended in order, and closes `data`, which nobody may use any more."""
+        """End the process, if it has not ended in order, and close `data`, which nobody may use any more."""
         self._end()
         for end in (self.data, self._their_data):
             end.close()
@@ -154,7 +154,7 @@ class Front:
             self._control.close()
 
     def _launch(self) -> socket.socket:
-        """Starts the process; this end of its control socket."""
+        """Start the process; return this end of its control socket."""
         ours, theirs = socket.socketpair()
         with theirs, self._their_data:
             descriptors = (theirs.fileno(), self._their_data.fileno())

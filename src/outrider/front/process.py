@@ -229,7 +229,7 @@ async def _serve(control_socket: socket.socket, data: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serves until it is told to stop."""
+    """Serve until it is told to stop."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # Whoever tells every process of a service means the worker, which drains by way of this one.
         signal.signal(number, signal.SIG_IGN)

@@ -41,7 +41,7 @@ class GrammarCompiler:
         return cls(lambda: (Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
 
     def start(self, grammar: str, end_ids: tuple[int, ...], on_ready: Callable[[], None] | None = None) -> Future[Any]:
-        """Begins to compile, if that has not been done.
+        """Begin to compile a grammar, unless that was done before.
 
         Args:
             on_ready: called when the result is there, on another thread or at once.
@@ -60,7 +60,7 @@ class GrammarCompiler:
         return future
 
     def compile(self, grammar: str, end_ids: tuple[int, ...]) -> Any:
-        """The same, waited for.
+        """Compile a grammar and wait for it; see `start`.
 
         Raises:
             GrammarError: the grammar is wrong or too large.

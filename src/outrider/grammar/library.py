@@ -49,6 +49,6 @@ def new_matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 def reason(matcher: Any) -> str:
-    """Why a matcher failed, in one line of bounded length."""
+    """Return why a matcher failed, in one line of bounded length."""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
     return text if len(text) <= 300 else f"{text[:297]}..."

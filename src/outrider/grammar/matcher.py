@@ -1,4 +1,4 @@
-"""Which tokens may come next in one output: after what is committed, and after every node of a tree that grows from it.
+"""Masks of the tokens that may follow the committed output, and each node of a tree below it.
 
 A node's state is that of the grammar after the committed output and the node's path; one matcher visits the tree depth
 first, consumes a token on the way down and takes it back on the way up. Rows of which nothing follows are full: nodes
@@ -42,11 +42,11 @@ class SessionGrammar:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `follow` would not wait for the grammar to be compiled."""
+        """True if `follow` would not wait for the grammar to be compiled."""
         return self._compiled.done()
 
     def follow(self, output: Sequence[int]) -> bool:
-        """Makes `output` what is committed; False, and a `fault`, where the grammar does not allow it.
+        """Make `output` what is committed; return False, and set `fault`, if the grammar does not allow it.
 
         It waits until the grammar is compiled.
         """
@@ -68,7 +68,7 @@ class SessionGrammar:
         return self.fault is None
 
     def masks(self, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> Masks:
-        """What may follow each node of a tree that grows from the committed output.
+        """Return masks of the tokens that may follow each node of a tree below the committed output.
 
         Args:
             tokens: [n] of nodes 1 to n.

@@ -76,7 +76,7 @@ class MetricsEndpoint:
         logger.info("metrics on http%s://%s/metrics", "s" if tls else "", self.address)
 
     async def close(self) -> None:
-        """Ends the server and its thread."""
+        """End the server and its thread."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -86,7 +86,7 @@ class MetricsEndpoint:
 
 
 def on_loop(describe: Describe, loop: asyncio.AbstractEventLoop) -> Describe:
-    """The same, where the values belong to an event loop: they are read there, formatted where they are asked for."""
+    """Serve values of an event loop: they are read on the loop, and formatted on the endpoint's thread."""
 
     async def describe_there(families: Families) -> None:
         describe(families)

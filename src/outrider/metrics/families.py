@@ -25,15 +25,15 @@ class Families:
         self._found: dict[str, Metric] = {}
 
     def counter(self, name: str, text: str, value: float, **labels: str) -> None:
-        """What only ever grows; `_total` is put behind its name."""
+        """Add a counter; `_total` is appended to its name."""
         self._add(CounterMetricFamily, name, text, labels).add_metric(list(labels.values()), value)
 
     def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
-        """What goes up and down."""
+        """Add a gauge."""
         self._add(GaugeMetricFamily, name, text, labels).add_metric(list(labels.values()), value)
 
     def histogram(self, name: str, text: str, values: Histogram, **labels: str) -> None:
-        """How values are distributed."""
+        """Add a histogram."""
         buckets, total = values.cumulated()
         self._add(HistogramMetricFamily, name, text, labels).add_metric(list(labels.values()), buckets, total)
 

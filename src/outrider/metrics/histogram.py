@@ -7,7 +7,7 @@ _NS = 1_000_000_000
 
 
 class Histogram:
-    """How often values fell between bounds.
+    """Counts of values between bounds.
 
     Args:
         bounds: ascending; a value belongs to the first that is not below it.
@@ -26,12 +26,12 @@ class Histogram:
         self.total = 0
 
     def observe(self, value: int, times: int = 1) -> None:
-        """A value, so many times."""
+        """Count a value, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def cumulated(self) -> tuple[list[tuple[str, float]], float]:
-        """As Prometheus has it: (upper bound, values up to it) up to +Inf, and the sum, in the unit that is shown."""
+        """Return cumulative buckets (upper bound, count) up to +Inf, and the sum, in the shown unit."""
         counts, so_far = list(self.counts), 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip([*self.bounds, None], counts, strict=True):
@@ -41,19 +41,19 @@ class Histogram:
 
 
 def seconds(*bounds: float) -> Histogram:
-    """Of nanoseconds, shown as seconds; the bounds in seconds."""
+    """Return a histogram over nanoseconds, shown in seconds; `bounds` in seconds."""
     return Histogram([round(bound * _NS) for bound in bounds], unit=_NS)
 
 
 def step_seconds() -> Histogram:
-    """Of what a step of a model takes: 0.2 ms to 2 s."""
+    """Return a histogram of model step times, 0.2 ms to 2 s."""
     return seconds(
         0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
     )  # fmt: skip
 
 
 def request_seconds() -> Histogram:
-    """Of what a request takes, or waits: 1 ms to 10 minutes."""
+    """Return a histogram of request times, 1 ms to 10 minutes."""
     return seconds(
         0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
         160.0, 600.0,
@@ -61,7 +61,7 @@ def request_seconds() -> Histogram:
 
 
 def token_seconds() -> Histogram:
-    """Of what a token takes: 0.1 ms to 5 s."""
+    """Return a histogram of times per token, 0.1 ms to 5 s."""
     return seconds(
         0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
         1.0, 2.5, 5.0,

@@ -1,4 +1,4 @@
-"""What both workers count of their steps, and the metrics that are made of it (torch-free)."""
+"""Step counts of both workers, and their metrics (torch-free)."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,15 @@ class StepCounts:
     forward: Histogram = field(default_factory=step_seconds)
 
     def note(self, step_ns: int, forward_ns: int, *, rows: int, sessions: int, is_prefill: bool = False) -> None:
-        """One step."""
+        """Count one step.
+
+        Args:
+            step_ns: time of the whole step, in nanoseconds.
+            forward_ns: the part of it that the model's forward pass took.
+            rows: of the forward pass: nodes, roots and prefill tokens.
+            sessions: that took part.
+            is_prefill: whether the step was of a prompt alone.
+        """
         self.verify_steps += not is_prefill
         self.prefill_steps += is_prefill
         self.rows += rows
@@ -32,7 +40,7 @@ class StepCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGauges:
-    """How full a worker is."""
+    """Occupancy of a worker."""
 
     sessions: int
     slots_used: int  # KV slots that sessions hold
@@ -45,7 +53,7 @@ class WorkerGauges:
 def describe_worker(
     families: Families, counts: StepCounts, gauges: WorkerGauges, *, role: str, model_name: str
 ) -> None:
-    """The metrics of either worker."""
+    """Describe the metrics that both kinds of worker have."""
     families.gauge(
         "build_info", "Always 1: version and model are labels.", 1, version=__version__, model_name=model_name
     )

@@ -32,9 +32,9 @@ def widen(
         Path | None,
         typer.Option(help="With eagle or block and --source: folder of the target that the head is for."),
     ] = None,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type of the weights.")] = "bfloat16",
     fill: Annotated[bool, typer.Option(help="Random weights, not zeros, where the function stays the same.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights.")] = 0,
     max_position_embeddings: Annotated[
         int | None,
         typer.Option(min=1, help="Longest sequence it promises: any number works. Default the small model's."),

@@ -94,7 +94,7 @@ def plan_checkpoint(model: WidenedModel, source: Path, *, max_shard_bytes: int) 
 
 
 def check_destination(folder: Path, plan: CheckpointPlan) -> None:
-    """Refuses before anything is written.
+    """Check that a checkpoint can be written to `folder`, before anything is.
 
     Raises:
         FileExistsError: something of this name is there already.
@@ -118,7 +118,7 @@ def write_checkpoint(
     before_publishing: Callable[[Path], None],
     on_written: Callable[[int], None],
 ) -> None:
-    """Writes the checkpoint next to `folder` under another name and renames it when it is complete.
+    """Write the checkpoint next to `folder` under another name and rename it when it is complete.
 
     Args:
         source: checkpoint folder of the small model; its tokenizer, chat template and generation settings are kept.

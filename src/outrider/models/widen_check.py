@@ -29,7 +29,7 @@ _FLOAT32_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """How far the logits of the two models are apart, over all positions and all real entries."""
+    """Differences between the logits of two models, over all positions and real entries."""
 
     deviation: float  # root mean square of the differences
     # Fixed for float32 checkpoints; for bfloat16 ones as far as the small model's own logits in bfloat16 arithmetic
@@ -50,7 +50,7 @@ class CheckReport:
         )
 
     def raise_if_wrong(self) -> None:
-        """Raises CheckpointError unless the function is the same and padding entries hold no mass."""
+        """Raise CheckpointError unless the function is the same and padding entries hold no mass."""
         # Asked this way round so that NaN fails.
         if not self.deviation <= self.allowed_deviation:
             raise CheckpointError(f"the widened logits differ by {self.deviation:.2g} (root mean square), "
@@ -68,7 +68,7 @@ def check_tokens(source: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, layer_by_layer: bool) -> CheckReport:
-    """Compares the checkpoint in `folder` with the small one in `source` on `token_ids` [B, L].
+    """Compare the checkpoint in `folder` with the small one in `source` on `token_ids` [B, L].
 
     The rows begin at positions spread over all that the checkpoint promises: the first at 0, the last ends at the end.
 
@@ -151,7 +151,7 @@ class _Shards:
                 self._files |= dict.fromkeys(opened.keys(), file)
 
     def lend(self, module: Any, prefix: str) -> None:
-        """Gives a module the tensors `prefix`... for the time of its forward."""
+        """Give a module the tensors `prefix`... for the time of its forward."""
 
         def load(*_: object) -> None:
             tensors = {name: self._read(prefix + name) for name in module.state_dict()}

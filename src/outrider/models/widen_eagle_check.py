@@ -27,7 +27,7 @@ _FLOAT32_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class EagleReport:
-    """How far the two heads' logits are apart, over all real entries of all drafting steps."""
+    """Differences between the logits of two heads, over all real entries of all drafting steps."""
 
     deviation: float  # root mean square of the differences
     # Fixed for float32 checkpoints; for bfloat16 ones as far as the small head's own logits in bfloat16 arithmetic
@@ -45,7 +45,7 @@ class EagleReport:
         )
 
     def raise_if_wrong(self) -> None:
-        """Raises CheckpointError unless the function is the same and padding entries are never drafted."""
+        """Raise CheckpointError unless the function is the same and padding entries are never drafted."""
         # Asked this way round so that NaN fails.
         if not self.deviation <= self.allowed_deviation:
             raise CheckpointError(f"the widened head's logits differ by {self.deviation:.2g} (root mean square), "
@@ -58,7 +58,7 @@ class EagleReport:
 def check_eagle(
     folder: Path, source: Path, target: Path, wide_target: WidenedLlama, token_ids: torch.Tensor
 ) -> EagleReport:
-    """Compares the head in `folder` with the small one in `source`.
+    """Compare the head in `folder` with the small one in `source`.
 
     Args:
         target: checkpoint folder of the small target.
@@ -111,7 +111,7 @@ def check_eagle(
 def target_streams(
     target: Any, token_ids: torch.Tensor, taps: tuple[int, ...]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each text the features [L - 2, F] and the tokens [L - 1] after the first."""
+    """Return each text's features [L - 2, F] and its tokens [L - 1] after the first."""
     taken: dict[int, torch.Tensor] = {}
 
     def keep(place: int) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:

@@ -68,7 +68,7 @@ class LlamaShape:
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """Where the heads of the small model stand in the large one."""
+    """Positions of the small model's heads in the large one."""
 
     query: tuple[int, ...]  # `query[h]` is the place of query head h
     kv: tuple[tuple[int, int], ...]  # pairs (place, key/value head that stands there)

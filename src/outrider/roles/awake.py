@@ -40,7 +40,7 @@ def usable_cores() -> int:
 
 @contextlib.contextmanager
 def cores_awake(count: int, folder: Path | None = None) -> Iterator[Callable[[], None]]:
-    """Yields what to call once this process serves: its threads move to so many cores, which stay awake from then on.
+    """Yield a function to call once this process serves: it moves the threads to this many cores and keeps these awake.
 
     Not before, for a role that starts may compile on all cores. With the end of the block the cores are free again.
 

@@ -15,7 +15,7 @@ _COLLECTED_AFTER = (1_000, 10, 50)
 
 
 def begin_serving() -> None:
-    """What exists by now is left out of all collections, and from now on they come between rounds."""
+    """Freeze existing objects, and from now on collect between rounds only."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_BY_ITSELF_AFTER, *gc.get_threshold()[1:])

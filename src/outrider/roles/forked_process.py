@@ -22,7 +22,7 @@ _UNKNOWN_END = 1
 
 
 def wake_stand_by(environment: Mapping[str, str]) -> None:
-    """Has the stand-by import what workers need while this process still does something else."""
+    """Have the stand-by import what workers need while this process still does something else."""
     # Whoever asks it for a worker is told why there is none.
     with contextlib.suppress(OSError):
         if CAN_FORK:
@@ -65,13 +65,13 @@ class ForkedProcess:
             os.close(child_stdout)
 
     def poll(self) -> int | None:
-        """As `subprocess.Popen.poll`."""
+        """See `subprocess.Popen.poll`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `subprocess.Popen.wait`."""
+        """See `subprocess.Popen.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -86,7 +86,7 @@ class ForkedProcess:
         return self.returncode
 
     def _listen(self, left: float | None) -> bool:
-        """Takes in what is said of its end; False where nothing is for so long."""
+        """Wait for news of the process's end; return False if there is none in this time."""
         if (line := self._next_line()) is not None:
             self._end(int(line))
             return True
@@ -99,17 +99,17 @@ class ForkedProcess:
         return True
 
     def send_signal(self, number: int) -> None:
-        """As `subprocess.Popen.send_signal`."""
+        """See `subprocess.Popen.send_signal`."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """As `subprocess.Popen.terminate`."""
+        """See `subprocess.Popen.terminate`."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As `subprocess.Popen.kill`."""
+        """See `subprocess.Popen.kill`."""
         self.send_signal(signal.SIGKILL)
 
     def _next_line(self) -> str | None:

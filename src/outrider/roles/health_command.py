@@ -18,7 +18,7 @@ from outrider.security.tls import TlsConfig
 def health(
     *,
     endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Of a coordinator or a worker.")
+        str, typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", help="Address of a coordinator or a worker.")
     ] = "127.0.0.1:50051",
     tls_ca: Annotated[Path | None, typer.Option(help="Certificates of the authorities to believe (PEM).")] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="Own certificate (PEM).")] = None,
@@ -39,7 +39,7 @@ def health(
 
 
 async def check_health(address: str, *, tls: TlsConfig | None, role: Role | None, timeout_s: float) -> None:
-    """Asks once.
+    """Ask the health service at an address once.
 
     Args:
         address: host:port; with TLS, a door that takes certificates of this role.

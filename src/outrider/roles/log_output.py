@@ -30,7 +30,7 @@ _LAST_LINES_S = 1.0
 
 
 def log_to_stderr(level: str, log_format: LogFormat = "text", *, role: str = "") -> None:
-    """Sends the log of this process to stderr, from that level on; call it once, where the process begins.
+    """Send the log of this process to stderr, from this level on; call it once, where the process begins.
 
     Args:
         role: of the process; in every JSON line.
@@ -42,7 +42,7 @@ def log_to_stderr(level: str, log_format: LogFormat = "text", *, role: str = "")
 
 
 def about(**ids: str | int) -> dict[str, Any]:
-    """What a line is about, for logging's `extra`: request_id, session_id, worker_id and the like."""
+    """Return the ids of a line, for logging's `extra`: request_id, session_id, worker_id and the like."""
     return {"ids": ids}
 
 
@@ -95,7 +95,7 @@ class QueuedHandler(logging.Handler):
         self._writer.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queues a record's line; under the handler's lock, so that none is counted twice."""
+        """Queue a record's line; under the handler's lock, so that none is counted twice."""
         try:
             if self._dropped:
                 if self._lines.maxsize - self._lines.qsize() < 2:
@@ -111,7 +111,7 @@ class QueuedHandler(logging.Handler):
             self.handleError(record)
 
     def finish(self, *, timeout_s: float) -> None:
-        """Writes what waits, as far as it can be written in this time."""
+        """Write what waits, as far as it can be written in this time."""
         try:
             self._lines.put(None, timeout=timeout_s)
         except queue.Full:

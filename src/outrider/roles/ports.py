@@ -1,4 +1,4 @@
-"""What the system lends to servers: ports that have to be known before they listen, and files for their connections."""
+"""Ports that have to be known before their servers listen, and room for the files of their connections."""
 
 import random
 import socket

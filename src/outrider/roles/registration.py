@@ -19,7 +19,7 @@ from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 logger = logging.getLogger(__name__)
 
 Load = Callable[[], common_pb2.WorkerLoad]
-"""What the worker is doing now; called once a heartbeat."""
+"""Return the worker's load; called once a heartbeat."""
 
 _FIRST_LEASE_S = 10.0
 SHORTEST_HEARTBEAT_S = 0.01
@@ -69,11 +69,11 @@ class Registration:
         self.holds_lease = False
 
     def leave(self) -> None:
-        """Says at once that the worker drains; `keep` returns when the coordinator has ended the lease."""
+        """Say at once that the worker drains; `keep` returns when the coordinator has ended the lease."""
         self._leaving.set()
 
     async def keep(self) -> None:
-        """Holds a lease until cancelled, or left.
+        """Hold a lease until cancelled, or until the worker leaves.
 
         Raises:
             WorkerRefused: the coordinator does not take this worker, with its reason.
@@ -184,11 +184,11 @@ class Registrar:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        """Begins to register."""
+        """Begin to register."""
         self._following = asyncio.create_task(self._follow(), name="registrar")
 
     async def close(self, *, in_order: bool = True) -> None:
-        """Leaves every coordinator.
+        """Leave every coordinator.
 
         Args:
             in_order: tells them first and lets them move their sessions away, within `drain_s`.

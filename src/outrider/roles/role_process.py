@@ -59,7 +59,7 @@ class RoleProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True while the process runs."""
         return self.process.poll() is None
 
     def await_ready(self, deadline: float) -> str:
@@ -99,11 +99,11 @@ class RoleProcess:
             raise WorkerUnavailable(f"{self.name} ended with exit code {code}: {last}")
 
     def stderr(self) -> str:
-        """What it has written to stderr so far."""
+        """Return stderr so far."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode("utf-8", errors="replace")
 
     def release(self) -> None:
-        """Closes what this process holds of a child that has ended."""
+        """Close what this process holds of a child that has ended."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -111,7 +111,7 @@ class RoleProcess:
 
 
 def stop_all(roles: Sequence[RoleProcess]) -> None:
-    """Ends the processes together; harmless for those that have ended."""
+    """End the processes together; harmless for those that have ended."""
     for role in roles:
         role.process.terminate()
     deadline = time.monotonic() + _STOP_TIMEOUT_S
@@ -125,7 +125,7 @@ def stop_all(roles: Sequence[RoleProcess]) -> None:
 
 
 def prepare_forks() -> None:
-    """Has this process's stand-by started, so that it is ready sooner for the first `forked` role."""
+    """Start this process's stand-by, so that it is ready sooner for the first `forked` role."""
     wake_stand_by(child_environment())
 
 
@@ -147,6 +147,6 @@ def _start(arguments: list[str], *, environment: dict[str, str], stderr: int, fo
 
 
 def child_environment() -> dict[str, str]:
-    """This process's variables; children find this package even where it is found through sys.path alone."""
+    """Return this process's variables; children find this package even where it is found through sys.path alone."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

@@ -34,7 +34,7 @@ _is_listening = threading.Event()
 
 
 def note_preparation(what: str, seconds: float) -> None:
-    """Something was compiled or captured, by any thread."""
+    """Note that something was compiled or captured, by any thread."""
     _preparations.append(_Preparation(next(_numbers), what, seconds))
 
 
@@ -70,12 +70,12 @@ class SlowStepLog:
         self._logged_s: float | None = None
 
     def begin(self) -> None:
-        """The worker serves from now on: what was prepared before held nobody up."""
+        """Note that the worker serves from now on: earlier preparations held nobody up."""
         listen_to_triton()
         self._seen = _preparations[-1].number if _preparations else 0
 
     def note(self, step_ns: int, *, rows: int, sessions: int) -> None:
-        """A step is over."""
+        """Note the end of a step."""
         has_news = bool(_preparations) and _preparations[-1].number > self._seen
         if step_ns < LONG_STEP_NS and not has_news and not self._suppressed:
             return

@@ -77,7 +77,7 @@ class StandBy:
         self._is_over = False
 
     def serve(self) -> Order | None:
-        """Returns the order in every process that is forked, which is to `execute` it; None here, at the end."""
+        """Return the order in every forked process, which is to `execute` it; in the stand-by, None at the end."""
         while not self._is_over:
             ready = self._selector.select(None if self._children else self._idle_s)
             if not ready and not self._children:
@@ -145,7 +145,7 @@ class StandBy:
         self._forget()
 
     def _forget(self) -> None:
-        """Closes what belongs to the stand-by: a worker that is forked must not hold it open."""
+        """Close what belongs to the stand-by: a worker that is forked must not hold it open."""
         self._selector.close()
         self._door.close()
         os.close(self._owner)
@@ -155,7 +155,7 @@ class StandBy:
 
 
 def read_order(connection: socket.socket) -> Order | None:
-    """What `standby_start` has sent; None of one that only had the stand-by started.
+    """Read an order of `standby_start`; return None if it only started the stand-by.
 
     Raises:
         OSError: it has gone, or takes too long.
@@ -184,7 +184,7 @@ def read_order(connection: socket.socket) -> Order | None:
 
 
 def execute(order: Order) -> None:
-    """Becomes the process that Python would be with these arguments."""
+    """Become the process that Python would be with these arguments."""
     # Of a worker that dies Ray ends the whole group.
     os.setpgid(0, 0)
     for number, descriptor in enumerate(order.descriptors):
@@ -209,7 +209,7 @@ def execute(order: Order) -> None:
 
 
 def prepare(modules: Sequence[str]) -> None:
-    """Imports, once, what is not to be imported again by everyone who is forked."""
+    """Import, once, what every forked process needs."""
     for name in modules:
         # What is not installed here, workers do without.
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
@@ -225,7 +225,7 @@ def prepare(modules: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves the door with this descriptor until the process of this id ends.
+    """Serve the socket with this descriptor until the process with this id ends.
 
     Logging is not set up here: workers would have it already, and could not set up their own.
     """
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _fork() -> int | None:
-    """As `os.fork`; None where there is no room for one more process: those that there are go on."""
+    """See `os.fork`; None if the system has no room for another process."""
     stand_by = os.getpid()
     try:
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""What Ray runs instead of Python for a worker: the machine's stand-by forks one, with everything imported already.
+"""Replacement for Python as Ray's worker command: the machine's stand-by forks a worker with everything imported.
 
     python -I -S standby_start.py [-u] worker.py ARGUMENTS...
 
@@ -28,9 +28,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COMMAND = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve())])
-"""What Ray is to run instead of Python."""
+"""Command for Ray to run instead of Python."""
 CAN_FORK = hasattr(os, "pidfd_open")
-"""Whether there are stand-bys on this system: Linux alone."""
+"""True if there are stand-bys on this system: Linux alone."""
 OWNER_VARIABLE = "OUTRIDER_STAND_BY_OWNER"
 """Names the process with which the stand-by ends, where that is another one than the Ray node's."""
 LENGTH = struct.Struct("!I")
@@ -40,7 +40,7 @@ _BACKLOG = 64
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a worker by the stand-by of the Ray node that has started this process; returns its exit status."""
+    """Run a worker by the stand-by of the Ray node that has started this process; return its exit status."""
     if can_be_forked(arguments):
         try:
             return run_forked(arguments, owner_pid=int(os.environ.get(OWNER_VARIABLE) or os.getppid()))
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def can_be_forked(arguments: Sequence[str]) -> bool:
-    """Whether these arguments of Python are a script with its own."""
+    """Return True if Python's arguments are a script and its arguments."""
     scripts = [argument for argument in arguments if argument not in _FLAGS]
     return CAN_FORK and bool(scripts) and scripts[0].endswith(".py")
 
@@ -82,7 +82,7 @@ def send_order(
     environment: Mapping[str, str],
     descriptors: Sequence[int],
 ) -> None:
-    """Asks for a worker; the answers, a line each, are its process id and, in the end, how it has ended.
+    """Ask for a worker; the answers, a line each, are its process id and, in the end, its exit status.
 
     Args:
         arguments: as Python's own: flags, a script or -m and a module, and its arguments.

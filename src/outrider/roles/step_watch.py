@@ -1,4 +1,4 @@
-"""Notices what does not come back: a step of a model that hangs, a peer that has fallen silent (torch-free).
+"""Detection of what hangs: a step of a model, a silent peer (torch-free).
 
 A step may take 10 times what steps of its size usually take, and 5 s at least. One of a size that has not run before
 may be compiling, for minutes: until it is done the worker says so in its heartbeats (`WorkerLoad.preparing`), and
@@ -20,7 +20,7 @@ _LOOK_S = 0.5
 
 
 class Stopwatch:
-    """How long something has lasted, by looks at regular times.
+    """Time that something has lasted, sampled at regular intervals.
 
     Where this whole process was stopped (a frozen container, a machine that slept), nobody else is to blame: between
     two looks at most twice their distance counts.
@@ -46,7 +46,7 @@ class Stopwatch:
 
 
 def patience_s(usual_s: float, *, least_s: float) -> float:
-    """How long a step may take that usually takes so long."""
+    """Return the most time that a step with this usual time may take, in seconds."""
     return max(least_s, PATIENCE_STEPS * usual_s)
 
 
@@ -57,7 +57,7 @@ class _Running(NamedTuple):
 
 
 class StepWatch:
-    """What a computing thread is doing: the thread says so, the event loop's thread looks."""
+    """Activity of a computing thread, set by the thread and watched by the event loop's thread."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -74,18 +74,18 @@ class StepWatch:
 
     @property
     def age_s(self) -> float:
-        """How long what runs has been running; 0 where nothing does."""
+        """Age of the running step in seconds; 0 if none runs."""
         running = self._running
         return 0.0 if running is None else time.monotonic() - running.since_s
 
     @property
     def is_preparing(self) -> bool:
-        """Whether what runs may be compiling."""
+        """True if the running step may be compiling."""
         running = self._running
         return running is not None and running.usual_s is None
 
     async def watch(self) -> None:
-        """Look on for ever; WorkerHung once what runs has been running for longer than it may."""
+        """Look until cancelled; raise WorkerHung once a step has run longer than it may."""
         stopwatch = Stopwatch(_LOOK_S, asyncio.get_running_loop().time)
         while True:
             await asyncio.sleep(_LOOK_S)

@@ -16,7 +16,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def share_interpreter() -> None:
-    """Lets the thread of the event loop have the interpreter soon while another thread computes.
+    """Let the thread of the event loop have the interpreter soon while another thread computes.
 
     By default a thread gives the interpreter up after 5 ms. A message passes through it several times, so that on two
     busy cores growth and commits arrived in bursts, up to 70 ms late.
@@ -37,7 +37,7 @@ def model_info(card: ModelCard) -> common_pb2.ModelInfo:
 
 
 async def until_any(*awaitables: Awaitable[object]) -> None:
-    """Waits for the first to end, cancels the rest, and raises what the first raised."""
+    """Wait for the first to end, cancel the rest, and raise what the first raised."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

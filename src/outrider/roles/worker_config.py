@@ -97,7 +97,7 @@ class WorkerConfig(ABC):
 
     @property
     def tls(self) -> TlsConfig | None:
-        """None talks in the clear."""
+        """TLS settings; None for plaintext."""
         return TlsConfig.of_options(self.tls_ca, self.tls_certificate, self.tls_key)
 
     def engine(self) -> EngineConfig:

@@ -43,11 +43,11 @@ class WorkThread(Protocol):
     stopped: Future[None]  # done when the thread has ended, with what ended it
 
     def start(self) -> None:
-        """Loads the model, then works."""
+        """Load the model, then work."""
         ...
 
     def stop(self) -> None:
-        """Asks it to end."""
+        """Ask the thread to end."""
         ...
 
 
@@ -77,14 +77,14 @@ class Worker(ABC, Generic[Thread]):
 
     @abstractmethod
     def loaded(self) -> Loaded:
-        """Called once, when `thread.ready` is done."""
+        """Take up the loaded model; called once, when `thread.ready` is done."""
 
     @abstractmethod
     def load(self) -> common_pb2.WorkerLoad:
-        """What a heartbeat carries."""
+        """Return the load for a heartbeat."""
 
     def close(self) -> None:
-        """Called last, unless it hangs."""
+        """Release what the worker holds; called last, unless the worker hangs."""
 
 
 async def serve_worker(
@@ -95,7 +95,7 @@ async def serve_worker(
     stop: asyncio.Event | None = None,
     resolve: Resolve | None = None,
 ) -> None:
-    """Serves a worker until `stop` is set or a coordinator asks it to end; then it drains.
+    """Serve a worker until `stop` is set or a coordinator asks it to end; then it drains.
 
     Args:
         make_worker: makes it of its configuration, not started yet.

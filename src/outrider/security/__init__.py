@@ -1,1 +1,1 @@
-"""Who may talk to whom: certificates of roles, bearer tokens, and what may listen beyond loopback (torch-free)."""
+"""Security: certificates of roles, bearer tokens, and rules for non-loopback binds (torch-free)."""

@@ -27,7 +27,7 @@ def _send(method: Callable[..., Any], header: tuple[str, str], *arguments: Any, 
 
 
 def check_transport(endpoint: str, *, tls: TlsConfig | None, token: str | None, insecure: bool) -> None:
-    """Refuses to send a token where others may read it.
+    """Refuse to send a token where others may read it.
 
     Raises:
         InvalidRequest: without TLS, and the endpoint is not on this machine; or it can be no token.

@@ -1,4 +1,4 @@
-"""Where a server may listen: beyond loopback only with TLS, the public door only with tokens as well."""
+"""Rules for binds: beyond loopback only with TLS, and the public API only with tokens as well."""
 
 import ipaddress
 import logging
@@ -7,7 +7,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
+    """Return True if only this machine reaches `host`."""
     if host == "localhost":
         return True
     try:
@@ -22,7 +22,7 @@ def missing_protection(host: str, protections: dict[str, object | None]) -> list
 
 
 def check_bind(host: str, *, insecure: bool, **protections: object | None) -> None:
-    """Refuses to listen without protection where others than this machine reach it.
+    """Refuse to listen without protection where others than this machine reach it.
 
     Args:
         protections: what is needed beyond loopback, by name; None where it is missing.
@@ -51,7 +51,7 @@ def check_metrics_options(port: int | None, host: str, *, insecure: bool, tls: o
 
 
 def warn_of_bind(host: str, **protections: object | None) -> None:
-    """Says loudly what `insecure` has let through."""
+    """Warn of a bind that only `insecure` allows."""
     missing = missing_protection(host, protections)
     if missing:
         logger.warning(

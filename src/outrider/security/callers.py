@@ -1,4 +1,4 @@
-"""Which roles may call which service: read from the caller's certificate before its first message is.
+"""Authorisation of roles: which may call which service, from the certificate and before the first message.
 
 TargetService, DraftService   coordinator
 RegistryService               draft, target; each may register as what its certificate says, and nothing else
@@ -42,7 +42,7 @@ Abort = Callable[[Any, OutriderError], Awaitable[Any]]
 
 
 class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """For servers with TLS: ends calls of services that are not for the caller's role."""
+    """Interceptor of servers with TLS: rejects calls that the caller's role may not make."""
 
     def __init__(self, abort: Abort) -> None:
         self._abort = abort
@@ -67,7 +67,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
 
 
 def needs_role(method: str) -> bool:
-    """Whether `package.Service/Method` is for certain roles."""
+    """Return True if `package.Service/Method` is restricted to certain roles."""
     return method in _CALLERS or method.rpartition("/")[0] in _CALLERS
 
 
@@ -80,7 +80,7 @@ def peer_roles(context: Any) -> frozenset[Role] | None:
 
 
 def check_caller(roles: frozenset[Role] | None, allowed: Iterable[Role], what: str) -> None:
-    """Whether a caller of these roles may have `what`.
+    """Check that a caller of these roles may use `what`.
 
     Raises:
         Unauthenticated: it has shown no certificate.

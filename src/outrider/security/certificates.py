@@ -34,12 +34,12 @@ class Issued:
 
     @property
     def certificate_pem(self) -> bytes:
-        """As it stands in a file."""
+        """PEM of the certificate."""
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def key_pem(self) -> bytes:
-        """As it stands in a file, without a passphrase."""
+        """PEM of the key, without a passphrase."""
         return self.key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -67,7 +67,7 @@ def issue(
     days: float,
     not_before: datetime.datetime | None = None,
 ) -> Issued:
-    """A certificate of a role.
+    """Issue a certificate for a role.
 
     Args:
         hosts: names and IP addresses under which clients dial it.
@@ -95,7 +95,7 @@ def issue(
 
 
 def write_development_set(folder: Path, *, hosts: Sequence[str] = (), days: float, overwrite: bool = False) -> None:
-    """Writes ca.pem, ca.key and for every role ROLE.pem and ROLE.key.
+    """Write ca.pem, ca.key and for every role ROLE.pem and ROLE.key.
 
     Args:
         hosts: under which clients dial coordinators, beside this machine's own names.

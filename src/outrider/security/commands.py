@@ -83,7 +83,7 @@ TokenPath = Annotated[
 
 
 def client_options(tls_ca: Path | None, token: Path | None) -> dict[str, Any]:
-    """What a client command hands to `Client`."""
+    """Return the keyword arguments of `Client` for a client command."""
     from outrider.security.tls import TlsConfig
 
     shown = os.environ.get(TOKEN_VARIABLE) if token is None else token.read_text(encoding="utf-8").strip()

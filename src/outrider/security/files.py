@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Writes a file that its owner alone can read, whatever was there before."""
+    """Write a file that its owner alone can read, whatever was there before."""
     replace_file(path, data, mode=0o600)
 
 
 def replace_file(path: Path, data: bytes, *, mode: int) -> None:
-    """Writes a file whole or not at all; it is never open to others than `mode` says, not even for a moment."""
+    """Write a file whole or not at all; it is never open to others than `mode` says, not even for a moment."""
     # A name of chance: in a container every process may have the same id, and one that died may have left its file.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

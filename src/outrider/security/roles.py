@@ -16,7 +16,7 @@ _DOMAIN = ".outrider.internal"
 
 
 class Role(StrEnum):
-    """Who somebody is."""
+    """Role of a process or a caller."""
 
     COORDINATOR = "coordinator"
     TARGET = "target"
@@ -25,7 +25,7 @@ class Role(StrEnum):
 
     @property
     def dns_name(self) -> str:
-        """What its certificates say."""
+        """DNS name in the role's certificates."""
         return f"{self.value}{_DOMAIN}"
 
 

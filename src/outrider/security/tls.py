@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig:
-    """What one end of a connection proves, and whom it believes. Making one reads no file.
+    """TLS settings of one end of a connection. Constructing one reads no file.
 
     Attributes:
         ca: certificates (PEM) of the authorities whose certificates are believed.
@@ -57,7 +57,7 @@ class TlsConfig:
         return cls(ca=folder / "ca.pem", certificate=folder / f"{role}.pem", key=folder / f"{role}.key")
 
     def check(self, role: Role | None = None) -> None:
-        """Looks whether peers will believe these files.
+        """Check that peers will accept these files.
 
         Args:
             role: that the certificate has to be of; None for any.
@@ -81,12 +81,12 @@ class TlsConfig:
             raise CertificateError(f"{self.certificate} is a certificate of {found}, {needed}")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For dialling; the files are read now."""
+        """Read the files and return credentials for a channel."""
         key, certificate = (None, None) if self.key is None else (_read(self.key), _read(self.certificate))
         return grpc.ssl_channel_credentials(_read(self.ca), key, certificate)
 
     def server_credentials(self, *, client_certificates: bool) -> grpc.ServerCredentials:
-        """For listening; files that change are read anew, so that a renewed certificate needs no restart.
+        """Return credentials for a server; changed files are reloaded without a restart.
 
         Args:
             client_certificates: who dials has to show one of the same authority; otherwise none is asked for. gRPC

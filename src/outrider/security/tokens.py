@@ -32,7 +32,7 @@ LIMITS = ("requests_per_minute", "max_concurrent", "tokens_per_minute")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEntry:
-    """What a service knows of a token; of the limits, None is none.
+    """One token of the file; a limit of None is no limit.
 
     Attributes:
         name: who has it; in logs and messages.
@@ -63,17 +63,17 @@ class TokenEntry:
 
 
 def new_token() -> str:
-    """A token that nobody has."""
+    """Return a new random token."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(token: str) -> str:
-    """What the file holds of a token."""
+    """Return a token's hash as the file stores it."""
     return hashlib.sha256(token.encode("utf-8")).hexdigest()
 
 
 def find(token: str, entries: Iterable[TokenEntry]) -> TokenEntry | None:
-    """Whose token it is; None for one that is not known. The time it takes does not tell how close a guess was."""
+    """Return the entry of a token; None if it is not known. The time it takes does not tell how close a guess was."""
     if not _TOKEN.fullmatch(token):
         return None
     given, found = hash_of(token), None
@@ -104,7 +104,7 @@ def read_tokens(path: Path) -> tuple[TokenEntry, ...]:
 
 
 def add_token(path: Path, entry: TokenEntry) -> None:
-    """Adds an entry to a token file, which is made if it is not there.
+    """Add an entry to a token file, which is made if it is not there.
 
     Raises:
         ValueError: the name is there already.
@@ -123,7 +123,7 @@ def add_token(path: Path, entry: TokenEntry) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lets one process at a time change a file there: of two that read the same entries one would lose its own."""
+    """Let one process at a time change a file there: of two that read the same entries one would lose its own."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # The file itself is replaced, and nothing is to be left beside it. Closing unlocks.
@@ -147,7 +147,7 @@ class TokenFile:
         self.entries = read_tokens(path)
 
     def refresh(self) -> str | None:
-        """Reads the file if it has changed; says what is wrong where it cannot be read, once, and keeps the old."""
+        """Read the file if it has changed; if it cannot be read, log why, once, and keep the old entries."""
         stamp = self._read_stamp()
         if stamp == self._stamp:
             return None
@@ -159,7 +159,7 @@ class TokenFile:
         return None
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
-        """By which a change is seen; None where the file cannot be looked at."""
+        """Return the file's change stamp; None if it cannot be read."""
         try:
             status = os.stat(self._path)  # noqa: PTH116 - often: a third of the time of Path.stat
         except OSError:

@@ -28,7 +28,7 @@ Manifest = dict[str, Any]
 
 
 def build(folder: Path) -> list[Manifest]:
-    """What `kubectl kustomize FOLDER` prints, for the few things that these manifests use of it.
+    """Return what `kubectl kustomize FOLDER` prints, for the few features that these manifests use.
 
     Raises:
         ValueError: it uses something else.
@@ -191,5 +191,5 @@ def schemas(request: pytest.FixtureRequest) -> Schemas:
 
 @pytest.fixture(scope="session")
 def built() -> Callable[[str], list[Manifest]]:
-    """What a folder of manifests builds; a copy of one's own."""
+    """Return a function that builds a folder of manifests, a new copy each time."""
     return lambda folder: build(MANIFESTS / folder)

@@ -33,7 +33,7 @@ SECRETS = {
     "outrider-tokens": {"tokens.json"},
     "outrider-ray-token": {"auth_token"},
 }
-"""What docs/kubernetes.md has made by hand, with its keys."""
+"""Secrets that docs/kubernetes.md has made by hand, with their keys."""
 OUTSIDE = {53, 443, 6443}
 """Ports of what is not ours: names and Kubernetes' API server."""
 
@@ -56,7 +56,7 @@ def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
 
 
 def cluster_spec(manifests: list[Manifest]) -> dict[str, Any]:
-    """Of the RayCluster, or of the one that the RayService keeps."""
+    """Return the spec of the RayCluster, or of the one that the RayService keeps."""
     (owner,) = of_kind(manifests, "RayCluster", "RayService")
     return owner["spec"] if owner["kind"] == "RayCluster" else owner["spec"]["rayClusterConfig"]
 
@@ -104,7 +104,7 @@ def commands(template: Manifest) -> Iterator[list[str]]:
 
 
 def parse(words: list[str]) -> dict[str, Any]:
-    """What the command line makes of the words; nothing is run."""
+    """Return the options that the command line reads from these words; nothing is run."""
     app = typer.main.get_command(build_app())
     with app.make_context("outrider", list(words)) as context:
         name, command, rest = app.resolve_command(context, [*context._protected_args, *context.args])  # pyright: ignore[reportAttributeAccessIssue]
@@ -405,7 +405,7 @@ def lets_out(manifests: list[Manifest], caller: Manifest, callee: Manifest, name
 
 
 def _permits(manifests: list[Manifest], kind: str, end: str, *, of: Manifest, peer: Manifest, name: str) -> bool:
-    """Whether a policy of one pod permits a peer; where none speaks of the pod, everything is permitted."""
+    """Return True if a policy of one pod permits a peer, or none selects the pod."""
     spoken = False
     for policy in of_kind(manifests, "NetworkPolicy"):
         spec = policy["spec"]

@@ -116,7 +116,7 @@ def test_a_demo_session_grows_is_judged_and_ends(open_page):
 
 
 def take_screenshot(page: Any) -> None:
-    """Of the round of this run whose verdict says most."""
+    """Take a screenshot of the round of this run whose verdict says most."""
     page.resize(1280, 862)
     best, most = 0, -1.0
     for place in page.run("[...Array(Number(document.body.dataset.events)).keys()]"):

@@ -34,7 +34,7 @@ def _mailboxes(
 def _all_ranks(
     operator: Callable[[torch.Tensor, Mailbox], Any], held: Sequence[torch.Tensor], mailboxes: list[Mailbox]
 ) -> list[Any]:
-    """What every rank gets: once all have sent, each is taken back to before its call, and waits in earnest."""
+    """Return every rank's result: once all have sent, each is taken back to before its call, and waits in earnest."""
     for sends_only in (True, False):
         before = [
             (mailbox.calls.clone(), mailbox._turn, mailbox.row_calls.clone(), mailbox._rows_turn)

@@ -384,7 +384,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """How a service behaves."""
+    """Behaviour of a simulated service."""
 
     sessions: int = 3
     capacity: int = 16
@@ -556,7 +556,7 @@ class Service:
                 self._judge(message, node, verdict)
 
     def _judge(self, message: Message, node: Grown, verdict: Verdict) -> None:
-        """What is right is lost by `STALE` and `FULL` alone, and below what was."""
+        """Check that valid nodes are lost by `STALE` and `FULL` alone, and below nodes so lost."""
         self.verdicts[verdict] += 1
         worker = message.worker
         if worker.generation != self._generations[worker.row]:

@@ -73,7 +73,7 @@ class Step:
 
     @property
     def state(self) -> tuple[SampledRows, Packed, Pool, NodeProcessors]:
-        """What operators take between the logits and where they are written."""
+        """Arguments of the operators between the logits and the output."""
         return self.rows, self.packed, self.pool, self.processors
 
     def expected(self) -> torch.Tensor:

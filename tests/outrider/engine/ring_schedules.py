@@ -94,7 +94,7 @@ class Schedule:
             self.device.run.throw()
 
     def choose(self, options: int, what: str) -> int:
-        """What the present side does next: the index of an option."""
+        """Return the index of the option that the present side takes next."""
         choice = self._choice(options, what)
         self.now.note(choice)
         return choice
@@ -220,7 +220,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What comes to the host, each message as early or late as a schedule will have it.
+    """Messages to the host, each as early or late as a schedule will have it.
 
     Messages, each of a session: open, grow (by n nodes), hold, resume, settle (only once nothing is under way: all that
     came has taken effect), close.

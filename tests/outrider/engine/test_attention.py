@@ -1,4 +1,4 @@
-"""Which operator a configured attention backend runs, and that all give a model the same logits."""
+"""Operators of the configured attention backends, all of which give a model the same logits."""
 
 import importlib.util
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_model_that_flashinfer_cannot_run_is_refused_at_start(tmp_path: Path) 
 
 
 def _logits(runner: ModelRunner) -> torch.Tensor:
-    """Of a prompt in two chunks and a tree of four nodes behind it, in one session."""
+    """Return the logits of a prompt in two chunks and a tree of four nodes behind it, in one session."""
     steps, prompt, parents = Steps(runner), [3, 1, 4, 1, 5, 9, 2, 6], [0, 1, 1]
     runner.slots.extend(0, len(prompt) + len(parents))
     for begin, end in ((0, 5), (5, 7)):

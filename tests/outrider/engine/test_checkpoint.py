@@ -1,4 +1,4 @@
-"""Which folders are served, and what those that are not are told."""
+"""Folders that are served, and the errors of those that are not."""
 
 import json
 import resource

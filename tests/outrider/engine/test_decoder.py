@@ -61,7 +61,7 @@ class Session:
         self.slot_positions = torch.zeros(SLOTS, dtype=torch.int32, device=device)
 
     def inputs(self, step: StepRows) -> DecoderInputs:
-        """What the decoder takes, with positions stored as the forward pass does."""
+        """Return the decoder's inputs, with positions stored as the forward pass does."""
         packed = step.packed
         self.slot_positions[packed.slots.long()] = packed.positions
         return DecoderInputs(

@@ -1,4 +1,4 @@
-"""What is read from a config: what only some families have, rotary tables, and configs that are refused."""
+"""Reading of a config: properties of some families alone, rotary tables, and configs that are refused."""
 
 import copy
 from typing import Any

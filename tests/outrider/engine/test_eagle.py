@@ -126,7 +126,7 @@ def path_to(node: int) -> list[int]:
 
 
 def random_texts(head: EagleHead) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Of each session features of more positions than its length, and the tokens after them."""
+    """Return each session's features, of more positions than its length, and the tokens after them."""
     generator = torch.Generator().manual_seed(3)
     features = [torch.randn((length + 4, len(head.taps) * HIDDEN), generator=generator) for length in LENGTHS]
     tokens = [torch.randint(VOCAB, (length + 4,), generator=generator).tolist() for length in LENGTHS]

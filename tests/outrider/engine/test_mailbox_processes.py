@@ -52,7 +52,7 @@ _OPTIONS = SumOptions(letter_bytes=1 << 19, gathered_bytes=3 << 19, hidden_size=
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a rank holds, [P, T, N] or logits [R, v], and how it is summed: by `SumOptions.fixed`, by a normed sum."""
+    """Data of a rank, [P, T, N] or logits [R, v], and its kind of sum: by `SumOptions.fixed`, by a normed sum."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +87,7 @@ def _numbers(held: Held, generator: torch.Generator) -> torch.Tensor:
 
 
 def _inputs(rank: int, call: int) -> dict[str, torch.Tensor]:
-    """What a rank adds or gathers in a call, by name; on the CPU, the same in every process."""
+    """Return what a rank adds or gathers in a call, by name; on the CPU, equal in every process."""
     generator = torch.Generator().manual_seed(2 * call + rank)
     return {name: _numbers(held, generator) for name, held in (_SUMS | _NORMS | _LOGITS).items()}
 
@@ -147,7 +147,7 @@ class _Rank:
         return found
 
     def call(self, call: int, step: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """What a step finds in the data of a call."""
+        """Return the results of a step on the data of a call."""
         for there, here in ((self.held, _inputs(self.rank, call)), (self.hidden, _hidden_rows(call))):
             for name, numbers in here.items():
                 there[name].copy_(numbers)
@@ -175,7 +175,7 @@ class _Rank:
         }
 
     def abort(self, graph: torch.cuda.CUDAGraph) -> bool:
-        """Whether rank 0 waits in a step that rank 1 never makes; it returns only because it is aborted."""
+        """Return True if rank 0 waits in a step that rank 1 never makes, and returns only because it is aborted."""
         if self.rank == 1:
             self.store.get("rank 0 was let go")
             return True
@@ -226,7 +226,7 @@ def _run_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes has found."""
+    """Return the findings of each of two processes."""
     folder = tmp_path_factory.mktemp("ranks")
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_started(rank, folder)) for rank in range(2)]

@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PretrainedCon
 
 @pytest.fixture
 def copy(folders, tmp_path: Path) -> Path:
-    """Of LLAMA's other weights, to be spoilt."""
+    """Return a copy of LLAMA's other weights, to be spoilt."""
     return Path(shutil.copytree(folders(LLAMA, 2), tmp_path / "copy"))
 
 

@@ -1,4 +1,4 @@
-"""What a request may ask of its output, and what it is told when it asks for something else."""
+"""Structures that a request may ask of its output, and the errors of others."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ def asked(**fields: Any) -> common_pb2.StructuredOutputs:
 
 
 def matches(grammar: str, text: str) -> bool:
-    """Whether the text, token by token, is a whole output."""
+    """Return True if the text, token by token, is a whole output."""
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     matcher = COMPILER.compile(grammar, (END,)).deep_copy()
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

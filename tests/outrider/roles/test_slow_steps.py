@@ -1,4 +1,4 @@
-"""What is told of steps that were held up."""
+"""Log of steps that were held up."""
 
 import logging
 from types import SimpleNamespace

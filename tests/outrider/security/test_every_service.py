@@ -43,7 +43,7 @@ def kind_of(method: Any) -> str:
 
 
 def handlers(calls: list[str]) -> Iterator[grpc.GenericRpcHandler]:
-    """Of all methods: each notes that somebody got through."""
+    """Yield handlers of all methods, each of which notes that somebody got through."""
     for name, method in METHODS.items():
         service, _, short = name.partition("/")
 
@@ -85,13 +85,13 @@ async def serving(tls: TlsConfig, calls: list[str]) -> AsyncIterator[rpc.RoleSer
 
 
 async def silence() -> AsyncIterator[bytes]:
-    """What is written while a call is refused would end it with INTERNAL on this side."""
+    """Yield nothing for ever: a message written while a call is refused would end it with INTERNAL on this side."""
     await asyncio.Event().wait()
     yield b""
 
 
 async def statuses(address: str, tls: TlsConfig | None) -> dict[str, str]:
-    """How a call of each method ends."""
+    """Return the status of a call of each method."""
     found = {}
     async with rpc.open_channel(address, tls=tls, peer=None) as channel:
         for name, method in METHODS.items():

@@ -1,4 +1,4 @@
-"""What a server takes of anybody, before it knows who it is."""
+"""Limits on what a server takes from a caller before it knows who that is."""
 
 import asyncio
 import contextlib

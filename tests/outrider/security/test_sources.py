@@ -1,4 +1,4 @@
-"""What no source of ours may do: read formats that run code, or code that comes with a checkpoint."""
+"""Bans on our sources: reading formats that run code, or code that comes with a checkpoint."""
 
 import ast
 from collections.abc import Iterator

@@ -183,7 +183,7 @@ def most_rounds(tokens: int, *, each: int) -> int:
 
 @dataclass
 class Decoded:
-    """What a session has been given."""
+    """Tokens and results that a session has been given."""
 
     tokens: list[int] = field(default_factory=list)
     results: list[SessionResult] = field(default_factory=list)

@@ -209,7 +209,7 @@ class Round:
         ]
 
     def outcome(self, logits: torch.Tensor, **options: int) -> list[tuple[list[int], list[int], Finish]]:
-        """What becomes of each session in a whole round."""
+        """Return the outcome of a whole round for each session."""
         rows = self.host_rows()
         masks = grammar_masks(rows)
         if masks is not None:

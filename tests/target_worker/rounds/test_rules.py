@@ -95,7 +95,7 @@ def test_rounds_decide_as_the_plain_rules_do(name, loop, reference_model):
 
 
 def test_under_rejection_a_drafted_stop_token_is_verified_like_any_other(loop):
-    """What is verified must not depend on a token that was drawn: without stop tokens the output would be biased."""
+    """Verified rows must not depend on a token that was drawn: without stop tokens the output would be biased."""
     ends = 0
     for seed in range(30):
         spec = replace(

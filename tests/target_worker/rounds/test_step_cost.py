@@ -28,7 +28,7 @@ def cpu(shape: StepShape) -> float:
 
 
 def prefill_beside(machine: Machine, *, prompt: int, warm: int) -> tuple[list[float], int]:
-    """How much longer each step of the prefill takes than its verification, and how many go without prefill."""
+    """Return how much longer each step of the prefill takes than its verification, and how many go without prefill."""
     noise, cost = random.Random(0), StepCost(slowdown=0.4, prior_rows=256)
 
     def run(shape: StepShape) -> float:

@@ -1,4 +1,4 @@
-"""What rounds verify of a session's tree, and what they say of it: bounds, sources, where the tree has ended."""
+"""Rounds on a session's tree, and their reports on it: bounds, sources, where the tree has ended."""
 
 from collections.abc import Sequence
 from dataclasses import replace

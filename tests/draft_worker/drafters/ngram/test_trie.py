@@ -67,7 +67,7 @@ def random_texts(seed: int, *, vocab: int, texts: int = 6, length: int = 40) -> 
 
 
 def check(trie: NgramTrie) -> None:
-    """What has to hold after every insertion."""
+    """Check the invariants that hold after every insertion."""
     nodes, paths = trie.nodes, counts_of(trie)
     assert len(paths) == len(trie) <= trie.capacity
     order, node = {}, nodes.older[ROOT]
