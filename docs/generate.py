@@ -16,7 +16,7 @@ from typing import Any, is_typeddict
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
-from results_page import readme_table, results_page  # noqa: E402 - a neighbour of this script
+from results_page import readme_tables, results_page  # noqa: E402 - a neighbour of this script
 
 PROTOS = DOCS.parent / "protos" / "outrider" / "v1"
 # The door first, then what is spoken behind it.
@@ -260,16 +260,16 @@ def _option(parameter: Any) -> tuple[str, str, str]:
 
 # --------------------------------------------------------------------------------------------------------------- readme
 
-_TABLE = ("<!-- Table by docs/generate.py from results/. -->\n", "<!-- End of table. -->\n")
+_TABLE = ("<!-- Tables by docs/generate.py from results/. -->\n", "<!-- End of tables. -->\n")
 
 
 def readme_page() -> str:
-    """README with its table of figures written anew."""
+    """README with its tables of figures written anew."""
     before, begin, rest = (DOCS.parent / "README.md").read_text().partition(_TABLE[0])
     _, end, after = rest.partition(_TABLE[1])
-    assert begin, "README.md has no place for its table"
-    assert end, "README.md has no end of its table"
-    return f"{before}{begin}{readme_table()}\n{end}{after}"
+    assert begin, "README.md has no place for its tables"
+    assert end, "README.md has no end of its tables"
+    return f"{before}{begin}{readme_tables()}\n{end}{after}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- main

@@ -1,4 +1,4 @@
-"""The page of all measurements, and README's table, from results/*.json.
+"""The page of all measurements, and README's tables, from results/*.json.
 
 A file says how it came about (command, commit or commits, machine, versions, notes). Every list of objects in it
 becomes a table, with the plain values of its objects as columns.
@@ -11,15 +11,18 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ORIGIN = ("command", "commit", "commits", "machine", "versions", "notes")
-README_FILE = "two_gpus.json"
-_README_COLUMNS = {
+_README_FILE = "chat.json"
+_LOADS = {
     "temperature": "temperature",
     "sessions": "sessions",
-    "off_tokens_per_s": "without drafts, tokens/s",
-    "async_tokens_per_s": "with drafts, tokens/s",
-    "speedup": "times as many",
-    "tokens_a_round": "tokens a round",
+    "off_tokens_per_s": "without drafts",
+    "vllm_best_tokens_per_s": "vLLM, its best",
+    "draft_model_tokens_per_s": "draft model",
+    "eagle_head_tokens_per_s": "EAGLE-3 head",
+    "eagle_head_over_both": "head over the better of the first two",
+    "two_gpus_tokens_per_s": "draft model, two GPUs",
 }
+_TEXTS = "categories, 16 sessions"
 
 
 def results_page(note: str, folder: Path = RESULTS) -> str:
@@ -42,11 +45,17 @@ def results_page(note: str, folder: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def readme_table(folder: Path = RESULTS) -> str:
-    """Return the table that README shows: the service without and with drafts, at each number of sessions."""
-    cells = json.loads((folder / README_FILE).read_text())["cells"]
-    cells.sort(key=lambda cell: (cell["temperature"], cell["sessions"]))
-    return table([{head: cell[name] for name, head in _README_COLUMNS.items()} for cell in cells])
+def readme_tables(folder: Path = RESULTS) -> str:
+    """Return the tables that README shows: tokens/s on conversations by load, and the EAGLE-3 head's gain by text."""
+    measured = json.loads((folder / _README_FILE).read_text())
+    loads = [{head: cell.get(name) for name, head in _LOADS.items()} for cell in measured["cells"]]
+    texts: dict[str, dict[str, Any]] = {}
+    for cell in measured[_TEXTS]:
+        row = texts.setdefault(cell["category"], {"text": cell["category"]})
+        at = f"temperature {cell['temperature']:g}"
+        row[f"tokens a round, {at}"] = cell["eagle_head_tokens_a_verification"]
+        row[f"times as fast, {at}"] = cell["eagle_head_over_off"]
+    return f"{table(loads)}\n\nBy text, with the head and 16 sessions:\n\n{table(list(texts.values()))}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
