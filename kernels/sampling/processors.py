@@ -347,6 +347,7 @@ def count_tokens(processors: NodeProcessors, tokens: torch.Tensor, num_tokens: t
         tokens.contiguous(),
         num_tokens.contiguous(),
         vocab_size,
+        processors.counts.stride(0),
         tokens.shape[1],
         BLOCK=triton.next_power_of_2(tokens.shape[1]),
         num_warps=1,
@@ -369,6 +370,7 @@ def _count_kernel(
     tokens_ptr,  # [S, M] int32
     num_tokens_ptr,  # [S] int32
     vocab_size,
+    counts_stride,
     most,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -382,4 +384,4 @@ def _count_kernel(
         number = tl.arange(0, BLOCK)
         token = tl.load(tokens_ptr + row * most + number, mask=number < committed, other=-1)
         # Sums of whole numbers: no order can change them.
-        tl.atomic_add(counts_ptr + row * vocab_size + token, 1, mask=(token >= 0) & (token < vocab_size))
+        tl.atomic_add(counts_ptr + row * counts_stride + token, 1, mask=(token >= 0) & (token < vocab_size))

@@ -187,8 +187,13 @@ def test_the_kernel_counts_the_same_tokens(triton_device: torch.device):
     tokens = torch.from_numpy(chance.integers(-1, _VOCAB + 3, (SESSIONS, 37)).astype(np.int32))
     num_tokens = torch.from_numpy(chance.integers(0, 50, SESSIONS).astype(np.int32))
     count_tokens_reference(mine.processors, tokens, num_tokens)
-    count_tokens(theirs.processors, tokens.to(triton_device), num_tokens.to(triton_device))
-    assert torch.equal(mine.processors.counts, theirs.processors.counts.cpu())
+    # Of processors of more tokens, the first columns.
+    wide = torch.zeros(SESSIONS, _VOCAB + 7, dtype=torch.int32, device=triton_device)
+    wide[:, :_VOCAB] = theirs.processors.counts
+    first = replace(theirs.processors, counts=wide[:, :_VOCAB])
+    count_tokens(first, tokens.to(triton_device), num_tokens.to(triton_device))
+    assert torch.equal(mine.processors.counts, first.counts.cpu())
+    assert not wide[:, _VOCAB:].any()
 
 
 def test_bad_arguments_are_named():
