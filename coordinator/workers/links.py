@@ -146,9 +146,9 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
     requests, which a target would refuse.
     """
 
-    # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
-    # rests (`front.process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
-    unread_bytes = 64 << 10
+    # Some steps of many sessions. What a draft is further ahead of its reader would be stale when it is read, so growth
+    # gathers there (`draft_worker.rounds.loop`), and many steps in one message take little more time than one.
+    unread_bytes = 16 << 10
 
     def __init__(
         self,
