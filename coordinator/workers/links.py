@@ -146,9 +146,9 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
     requests, which a target would refuse.
     """
 
-    # Some steps of many sessions. What a draft is further ahead of its reader would be stale when it is read, so growth
-    # gathers there (`draft_worker.rounds.loop`), and many steps in one message take little more time than one.
-    unread_bytes = 16 << 10
+    # A step or two of many sessions. What a draft is further ahead of its reader would be stale when it is read, so
+    # growth gathers there (`draft_worker.rounds.loop`), and many steps in one message take little more time than one.
+    unread_bytes = 8 << 10
 
     def __init__(
         self,
