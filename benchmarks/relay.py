@@ -2,10 +2,10 @@
 
     python benchmarks/relay.py --sessions 64 --round-ms 8 --step-ms 1
 
-The target commits a token of every session each round, the draft grows nodes of every session each step, and clients
-read their streams. Reports messages per second, latencies of growth, of commits and of clients' messages (median and
-99th percentile, of a message's oldest token), how often a session was held, and the share of a core that the
-coordinator takes. Everything is on this machine: two cores at least, where clients give way to the others.
+Targets commit a token of each of their sessions every round, drafts grow nodes of each of theirs every step, and
+clients read their streams. Reports messages per second, latencies of growth, of commits and of clients' messages
+(median and 99th percentile, of a message's oldest token), how often a session was held, and the share of a core that
+the coordinator takes. Everything is on this machine: two cores at least, where clients give way to the others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from outrider.models import embedded_target_path
 from outrider.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, generation_pb2_grpc, registry_pb2, target_pb2
-from outrider.wire import WIRE_VERSION, floats_to_bytes, uints_to_bytes
+from outrider.wire import WIRE_VERSION, floats_to_bytes, uints_from_bytes, uints_to_bytes
 
 _VOCAB_SIZE, _MODEL_LEN, _PROMPT = 8192, 2048, 64
 _NEW, _CLIENTS = 1900, 2
 # A token says at which millisecond its round has ended, as far as the vocabulary goes.
 _TOKEN_MS = 8000
-# Below it are the ids of nodes that name no step.
-_STEP_NAMES = 1 << 20
+# Steps that a draft makes at most while a message is written.
+_MOST_STEPS = 10
 # Of a client process: some digits for each message of the time that is measured.
 _ANSWER_BYTES = 16 << 20
 # Until all streams have begun.
@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=1.0, help="between two steps of the draft; 0: no draft grows")
     parser.add_argument("--tokens", type=int, default=1, help="that a round commits of each session")
     parser.add_argument("--nodes", type=int, default=2, help="of each session and step")
+    parser.add_argument("--targets", type=int, default=1)
+    parser.add_argument("--drafts", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--coordinator", nargs="*", default=[], help="command that runs it, default this interpreter")
     parser.add_argument("--client", help=argparse.SUPPRESS)
@@ -78,7 +80,7 @@ async def _measure(options: argparse.Namespace) -> None:
     try:
         async with Workers(address, options) as workers:
             async with asyncio.timeout(_PATIENCE_S):
-                await workers.connected.wait()
+                await workers.connected()
             # The coordinator has begun their streams, and takes them for workers a moment later.
             await asyncio.sleep(1)
             for client in clients:
@@ -174,70 +176,99 @@ async def _read_streams(options: argparse.Namespace) -> None:
 
 
 class Workers:
-    """A target and a draft that send what they are told to, when it is due.
+    """Targets and drafts that send what they are told to, when it is due."""
+
+    def __init__(self, coordinator: str, options: argparse.Namespace) -> None:
+        self._coordinator = coordinator
+        self._steps = Steps()
+        self._targets = [Target(f"target-{number}", options, self._steps) for number in range(options.targets)]
+        drafts = options.drafts if options.step_ms else 0
+        self._drafts = [Draft(f"draft-{number}", options, self._steps, self._targets) for number in range(drafts)]
+
+    def clear(self) -> None:
+        """Count from now on."""
+        for worker in (*self._targets, *self._drafts):
+            worker.clear()
+
+    async def connected(self) -> None:
+        """Wait until the coordinator has begun a stream to each."""
+        await asyncio.gather(*(worker.connected.wait() for worker in (*self._targets, *self._drafts)))
+
+    @property
+    def sessions(self) -> int:
+        """Sessions open at the targets."""
+        return sum(target.sessions for target in self._targets)
+
+    def figures(self, seconds: float) -> dict[str, Any]:
+        """Return counts and latencies since `clear`."""
+        targets, drafts = self._targets, self._drafts
+        return {
+            "rounds_per_s": round(sum(target.rounds for target in targets) / seconds),
+            "steps_per_s": round(sum(draft.steps for draft in drafts) / seconds),
+            "growth_messages_per_s": round(sum(draft.messages for draft in drafts) / seconds),
+            "relayed_per_s": round(sum(target.relayed for target in targets) / seconds),
+            "growth_ms": _median_and_worst([1e3 * lag for target in targets for lag in target.growth_s]),
+            "commit_ms": _median_and_worst([1e3 * lag for draft in drafts for lag in draft.commit_s]),
+            "holds": sum(target.holds for target in targets),
+        }
+
+    async def __aenter__(self) -> Workers:
+        for worker in (*self._targets, *self._drafts):
+            await worker.start(self._coordinator)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for worker in (*self._targets, *self._drafts):
+            await worker.stop()
+
+
+class Steps:
+    """When each step of any draft was sent; a step's number is the id of all its nodes."""
+
+    def __init__(self) -> None:
+        self.sent_s = [0.0]
+
+    def next(self) -> int:
+        """Return the number of a step that is sent now."""
+        self.sent_s.append(time.perf_counter())
+        return len(self.sent_s) - 1
+
+
+class _Worker:
+    """A registered worker with a server of its own.
 
     Messages are made once for a set of sessions. Each round and each step changes what tells it apart from others, so
     that the workers need little of the core that they share with the clients.
     """
 
-    def __init__(self, coordinator: str, options: argparse.Namespace) -> None:
-        self._coordinator, self._options = coordinator, options
-        # By session id: epoch and the round before its first, at the target; epoch, at the draft.
-        self._verified: dict[int, tuple[int, int]] = {}
-        self._grown: dict[int, int] = {}
-        self._results = target_pb2.RoundResults()
-        self._growth = draft_pb2.DraftGrowth()
-        self._round_number = self._step_number = 0
-        # When a round's results and a step's growth were sent, by what is first in them: session and its length before,
-        # and a node's id.
-        self._reported_s: dict[tuple[int, int], float] = {}
-        self._sent_s: dict[bytes, float] = {}
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._streams = 0
-        self.connected = asyncio.Event()
-        """The coordinator has begun a stream to each."""
-        self.clear()
+    service: str
+    method: str
+    role: registry_pb2.WorkerRole
 
-    def clear(self) -> None:
-        """Count from now on."""
-        self._rounds = self._steps = self._relayed = self._holds = 0
-        self._growth_s: list[float] = []
-        self._commit_s: list[float] = []
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self._name, self._options = name, options
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.connected = asyncio.Event()
+        """The coordinator has begun a stream."""
 
     @property
     def sessions(self) -> int:
-        """Sessions open at the target."""
-        return len(self._verified)
+        """Open sessions."""
+        raise NotImplementedError
 
-    def figures(self, seconds: float) -> dict[str, Any]:
-        """Return counts and latencies since `clear`."""
-        return {
-            "rounds_per_s": round(self._rounds / seconds),
-            "steps_per_s": round(self._steps / seconds),
-            "relayed_per_s": round(self._relayed / seconds),
-            "growth_ms": _median_and_worst([1e3 * lag for lag in self._growth_s]),
-            "commit_ms": _median_and_worst([1e3 * lag for lag in self._commit_s]),
-            "holds": self._holds,
-        }
-
-    async def __aenter__(self) -> Workers:
+    async def start(self, coordinator: str) -> None:
+        """Serve and register."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        for service, method, serve in (
-            ("TargetService", "Verify", self._verify),
-            ("DraftService", "Speculate", self._speculate),
-        ):
-            handler = grpc.stream_stream_rpc_method_handler(serve)
-            self._server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(f"outrider.v1.{service}", {method: handler}),)
-            )
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(f"outrider.v1.{self.service}", {self.method: handler}),)
+        )
         address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
-        for role in (registry_pb2.WORKER_ROLE_TARGET, registry_pb2.WORKER_ROLE_DRAFT):
-            if role == registry_pb2.WORKER_ROLE_TARGET or self._options.step_ms:
-                self._tasks.append(asyncio.create_task(self._register(address, role)))
-        return self
+        self._tasks.append(asyncio.create_task(self._register(coordinator, address)))
 
-    async def __aexit__(self, *_: object) -> None:
+    async def stop(self) -> None:
+        """End both."""
         for task in self._tasks:
             task.cancel()
         for end in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -245,23 +276,22 @@ class Workers:
                 sys.stderr.write(f"{end}\n")
         await self._server.stop(0)
 
-    async def _register(self, address: str, role: Any) -> None:
-        name = registry_pb2.WorkerRole.Name(role).lower()
+    async def _register(self, coordinator: str, address: str) -> None:
         model = common_pb2.ModelInfo(
-            name=name, vocab_size=_VOCAB_SIZE, tokenizer_hash=tokenizer_hash(embedded_target_path()),
+            name=self._name, vocab_size=_VOCAB_SIZE, tokenizer_hash=tokenizer_hash(embedded_target_path()),
             max_model_len=_MODEL_LEN,
         )  # fmt: skip
         limits = registry_pb2.WorkerLimits(max_sessions=2 * self._options.sessions, max_tree_nodes=64)
         introduction = registry_pb2.WorkerIntroduction(
-            worker_id=name,
-            name=name,
-            role=role,
+            worker_id=self._name,
+            name=self._name,
+            role=self.role,
             address=address,
             model=model,
             limits=limits,
             wire_version=WIRE_VERSION,
         )
-        async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(coordinator, options=CHANNEL_OPTIONS) as channel:
             call = channel.stream_stream("/outrider.v1.RegistryService/Register")()
             await call.write(registry_pb2.WorkerReport(introduction=introduction).SerializeToString())
             await call.read()
@@ -269,26 +299,60 @@ class Workers:
                 load = common_pb2.WorkerLoad(sessions=self.sessions, slots_total=1 << 20)
                 await call.write(registry_pb2.WorkerReport(load=load).SerializeToString())
                 await asyncio.sleep(0.3)
-            raise RuntimeError(f"{name}: {await call.details()}")
+            raise RuntimeError(f"{self._name}: {await call.details()}")
 
-    def _note_stream(self) -> None:
-        self._streams += 1
-        if self._streams == (2 if self._options.step_ms else 1):
-            self.connected.set()
-
-    async def _verify(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
-        self._note_stream()
-        hearing = asyncio.create_task(self._hear_target(requests))
-        due = time.perf_counter()
+    async def _serve(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        self.connected.set()
+        hearing = asyncio.create_task(self._hear(requests))
         try:
-            while not hearing.done():
-                due = max(due + self._options.round_ms / 1e3, time.perf_counter() - 0.05)
-                await asyncio.sleep(max(due - time.perf_counter(), 0))
-                if self._verified:
-                    self._rounds += 1
-                    yield self._round()
+            async for message in self._messages():
+                if hearing.done():
+                    break
+                yield message
         finally:
             hearing.cancel()
+
+    def _messages(self) -> AsyncIterator[bytes]:
+        raise NotImplementedError
+
+    async def _hear(self, requests: AsyncIterator[bytes]) -> None:
+        raise NotImplementedError
+
+
+class Target(_Worker):
+    """Commits some tokens of every session each round."""
+
+    service, method, role = "TargetService", "Verify", registry_pb2.WORKER_ROLE_TARGET
+
+    def __init__(self, name: str, options: argparse.Namespace, steps: Steps) -> None:
+        super().__init__(name, options)
+        self._steps = steps
+        # By session id: epoch and the round before its first.
+        self._verified: dict[int, tuple[int, int]] = {}
+        self._results = target_pb2.RoundResults()
+        self._round_number = 0
+        self.reported_s: dict[tuple[int, int], float] = {}
+        """When a round's results were sent, by its first session and the length of this before."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from now on."""
+        self.rounds = self.relayed = self.holds = 0
+        self.growth_s: list[float] = []
+
+    @property
+    def sessions(self) -> int:
+        """See `_Worker`."""
+        return len(self._verified)
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        due = time.perf_counter()
+        while True:
+            due = max(due + self._options.round_ms / 1e3, time.perf_counter() - 0.05)
+            await asyncio.sleep(max(due - time.perf_counter(), 0))
+            if self._verified:
+                self.rounds += 1
+                yield self._round()
 
     def _round(self) -> bytes:
         self._round_number += 1
@@ -314,79 +378,101 @@ class Workers:
         results.tokens[:] = [_now_token()] * (count * tokens)
         for row, (session_id, (_, before)) in enumerate(list(self._verified.items())):
             emitted = tokens * (self._round_number - before)
-            if not row:
-                self._reported_s[session_id, _PROMPT + emitted - tokens] = time.perf_counter()
+            self.reported_s[session_id, _PROMPT + emitted - tokens] = time.perf_counter()
             if emitted >= _NEW:
                 results.finishes[row] = target_pb2.FINISH_LENGTH
                 del self._verified[session_id]
         return results.SerializeToString()
 
-    async def _hear_target(self, requests: AsyncIterator[bytes]) -> None:
+    async def _hear(self, requests: AsyncIterator[bytes]) -> None:
         async for data in requests:
             commands = target_pb2.RoundCommands.FromString(data)
             for opening in commands.opens:
                 self._verified[opening.session_id] = opening.epoch, self._round_number
             for session_id in commands.close_session_ids:
                 self._verified.pop(session_id, None)
-            self._holds += commands.bounds.allow[:].count(0)
+            self.holds += commands.bounds.allow[:].count(0)
             if commands.growth.session_ids:
-                self._relayed += 1
-                sent_s = self._sent_s.pop(commands.growth.node_ids[:4], None)
-                if sent_s is not None:
-                    self._growth_s.append(time.perf_counter() - sent_s)
+                self.relayed += 1
+                now_s = time.perf_counter()
+                for step in set(uints_from_bytes(commands.growth.node_ids).tolist()):
+                    self.growth_s.append(now_s - self._steps.sent_s[step])
 
-    async def _speculate(self, requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
-        self._note_stream()
-        hearing = asyncio.create_task(self._hear_draft(requests))
-        due = time.perf_counter()
-        try:
-            while not hearing.done():
-                due = max(due + self._options.step_ms / 1e3, time.perf_counter() - 0.01)
-                await asyncio.sleep(max(due - time.perf_counter(), 0))
-                if self._grown:
-                    self._steps += 1
-                    yield self._step()
-        finally:
-            hearing.cancel()
 
-    def _step(self) -> bytes:
-        self._step_number += 1
-        count, nodes, growth = len(self._grown), self._options.nodes, self._growth
-        if growth.session_ids[:] != list(self._grown):
-            growth.Clear()
-            growth.MergeFrom(
-                draft_pb2.DraftGrowth(
-                    session_ids=list(self._grown),
-                    epochs=list(self._grown.values()),
-                    as_of=[_PROMPT] * count,
-                    node_counts=[nodes] * count,
-                    node_ids=uints_to_bytes(range(1, count * nodes + 1)),
-                    parents=uints_to_bytes([0] * (count * nodes)),
-                    tokens=uints_to_bytes([5] * (count * nodes)),
-                    acceptance=floats_to_bytes([0.5] * (count * nodes)),
-                    complete=[False] * count,
-                    report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
-                    source=common_pb2.GROWTH_SOURCE_MODEL,
-                )
+class Draft(_Worker):
+    """Grows some nodes of every session each step; steps that are due while a message is written leave as one."""
+
+    service, method, role = "DraftService", "Speculate", registry_pb2.WORKER_ROLE_DRAFT
+
+    def __init__(self, name: str, options: argparse.Namespace, steps: Steps, targets: Sequence[Target]) -> None:
+        super().__init__(name, options)
+        self._steps, self._targets = steps, targets
+        # Epoch by session id.
+        self._grown: dict[int, int] = {}
+        # By the number of steps in them.
+        self._growths: dict[int, draft_pb2.DraftGrowth] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from now on."""
+        self.steps = self.messages = 0
+        self.commit_s: list[float] = []
+
+    @property
+    def sessions(self) -> int:
+        """See `_Worker`."""
+        return len(self._grown)
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        step_s, due = self._options.step_ms / 1e3, time.perf_counter()
+        while True:
+            due = max(due + step_s, time.perf_counter() - _MOST_STEPS * step_s)
+            await asyncio.sleep(max(due - time.perf_counter(), 0))
+            if self._grown:
+                numbers = [self._steps.next()]
+                while due + step_s < time.perf_counter():
+                    due += step_s
+                    numbers.append(self._steps.next())
+                self.messages += 1
+                self.steps += len(numbers)
+                yield self._growth(numbers)
+
+    def _growth(self, numbers: Sequence[int]) -> bytes:
+        steps, count, nodes = len(numbers), len(self._grown), self._options.nodes
+        growth = self._growths.get(steps)
+        if growth is None:
+            rows = steps * count
+            growth = self._growths[steps] = draft_pb2.DraftGrowth(
+                session_ids=list(self._grown) * steps,
+                epochs=list(self._grown.values()) * steps,
+                as_of=[_PROMPT] * rows,
+                node_counts=[nodes] * rows,
+                parents=uints_to_bytes([0] * (rows * nodes)),
+                tokens=uints_to_bytes([5] * (rows * nodes)),
+                acceptance=floats_to_bytes([0.5] * (rows * nodes)),
+                complete=[False] * rows,
+                report=common_pb2.StepReport(
+                    step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count, steps=steps
+                ),
+                source=common_pb2.GROWTH_SOURCE_MODEL,
             )
-        # The first node's id is the step's name.
-        name = uints_to_bytes([_STEP_NAMES + self._step_number])
-        growth.node_ids = name + growth.node_ids[4:]
-        self._sent_s[name] = time.perf_counter()
+        growth.node_ids = b"".join(uints_to_bytes([number]) * (count * nodes) for number in numbers)
         return growth.SerializeToString()
 
-    async def _hear_draft(self, requests: AsyncIterator[bytes]) -> None:
+    async def _hear(self, requests: AsyncIterator[bytes]) -> None:
         async for data in requests:
             commands = draft_pb2.DraftCommands.FromString(data)
             for opening in commands.opens:
                 self._grown[opening.session_id] = opening.epoch
             for session_id in commands.close_session_ids:
                 self._grown.pop(session_id, None)
-            commits = commands.commits
-            if commits.positions:
-                reported_s = self._reported_s.pop((commits.session_ids[0], commits.positions[0]), None)
-                if reported_s is not None:
-                    self._commit_s.append(time.perf_counter() - reported_s)
+            if commands.opens or commands.close_session_ids:
+                self._growths.clear()
+            commits, now_s = commands.commits, time.perf_counter()
+            for name in zip(commits.session_ids[:], commits.positions[:], strict=True):
+                for target in self._targets:
+                    if (reported_s := target.reported_s.pop(name, None)) is not None:
+                        self.commit_s.append(now_s - reported_s)
 
 
 if __name__ == "__main__":

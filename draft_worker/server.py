@@ -25,6 +25,9 @@ __all__ = ["DraftWorkerConfig", "serve"]
 
 Loader = Callable[[DraftWorkerConfig], LoadedDrafters]
 
+# Growth is written at once or gathers: what waited in a line of messages would come too late.
+_MOST_WAITING = 1
+
 
 class DraftWorker(Worker[GrowthLoop]):
     """Grows trees; see `Worker`.
@@ -38,7 +41,7 @@ class DraftWorker(Worker[GrowthLoop]):
     def __init__(self, config: DraftWorkerConfig, loader: Loader = load_drafters) -> None:
         self._config, self._loader = config, loader
         self._parts: LoadedDrafters | None = None
-        self.front = Front(SERVICE, role=self.role, address=config.address, tls=config.tls)
+        self.front = Front(SERVICE, role=self.role, address=config.address, most_waiting=_MOST_WAITING, tls=config.tls)
         self.inbox = Inbox(self.front.data, Calls(self.front.data, SERVICE, {"Speculate": DraftStream}).commands)
         self.thread = GrowthLoop(self._load_drafters, self.inbox)
 

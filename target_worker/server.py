@@ -25,6 +25,9 @@ from outrider.v1 import common_pb2, registry_pb2
 
 __all__ = ["TargetWorkerConfig", "serve"]
 
+# Rounds of some ten milliseconds each: every one is told by itself.
+_MOST_WAITING = 16
+
 
 class TargetWorker(Worker[RoundThread]):
     """Verifies trees; see `Worker`."""
@@ -34,7 +37,7 @@ class TargetWorker(Worker[RoundThread]):
     def __init__(self, config: TargetWorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
-        self.front = Front(SERVICE, role=self.role, address=config.address, tls=config.tls)
+        self.front = Front(SERVICE, role=self.role, address=config.address, most_waiting=_MOST_WAITING, tls=config.tls)
         calls = Calls(self.front.data, SERVICE, {"Verify": self._verify, "Reload": self._reload})
         self.inbox = Inbox(self.front.data, calls.commands)
         self.thread = RoundThread(self._make_loop, self.inbox)

@@ -13,6 +13,9 @@ from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
+# Of `RelayedGrowth`, and of its distributions, those that are bytes.
+_NODE_COLUMNS, _DRAWN = ("node_ids", "parents", "tokens", "acceptance"), ("token_ids", "weights")
+
 
 def _check_readable(message: Message | None) -> None:
     # What gRPC gives in place of a message that it could not read.
@@ -52,10 +55,12 @@ class TargetLink(WorkerLink[target_pb2.RoundCommands]):
         changes.changes.append(change)
 
     def grow(self, growth: target_pb2.RelayedGrowth) -> None:
-        """Hand on what a draft has grown, at once."""
-        if not self._takes(_Part.GROWTH) or self._outgoing[-1].HasField("growth"):
-            self._begin()
-        self._outgoing[-1].growth.CopyFrom(growth)
+        """Hand on what a draft has grown, at once; while a message is being written all that comes joins the next one.
+
+        A message is written in a turn of the event loop of its own. With one for each part, those of several drafts
+        came faster than they left.
+        """
+        _join(self._commands(_Part.GROWTH).growth, growth)
         self._flush()
 
     def bound(self, session_id: int, epoch: int, allow: int, *, alone: bool) -> None:
@@ -109,6 +114,31 @@ class _Part(IntEnum):
     CLOSES = 4
 
 
+def _join(growth: target_pb2.RelayedGrowth, following: target_pb2.RelayedGrowth) -> None:
+    """Add growth behind other growth, perhaps none."""
+    if not growth.session_ids:
+        growth.CopyFrom(following)
+        return
+    for part, other in ((growth, following), (following, growth)):
+        # Columns that may be empty.
+        nodes = len(part.node_ids) // 4
+        if other.sources and not part.sources:
+            part.sources.extend([common_pb2.GROWTH_SOURCE_MODEL] * nodes)
+        if other.complete and not part.complete:
+            part.complete.extend([False] * len(part.session_ids))
+        if other.distributions.counts and not part.distributions.counts:
+            part.distributions.counts.extend([0] * nodes)
+    # Merging messages puts repeated fields behind each other, but not bytes.
+    joined = {name: getattr(growth, name) + getattr(following, name) for name in _NODE_COLUMNS}
+    drawn = {name: getattr(growth.distributions, name) + getattr(following.distributions, name) for name in _DRAWN}
+    growth.MergeFrom(following)
+    for name, column in joined.items():
+        setattr(growth, name, column)
+    if growth.HasField("distributions"):
+        for name, column in drawn.items():
+            setattr(growth.distributions, name, column)
+
+
 class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
     """The stream to one draft worker. Nothing sent here is ever waited for.
 
@@ -116,9 +146,9 @@ class DraftLink(WorkerLink[draft_pb2.DraftCommands]):
     requests, which a target would refuse.
     """
 
-    # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
-    # rests (`front.process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
-    unread_bytes = 64 << 10
+    # A step or two of many sessions. What a draft is further ahead of its reader would be stale when it is read, so
+    # growth gathers there (`draft_worker.rounds.loop`), and many steps in one message take little more time than one.
+    unread_bytes = 8 << 10
 
     def __init__(
         self,

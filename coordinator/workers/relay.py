@@ -7,7 +7,6 @@ Neither waits for anything: what a target verifies is its own choice, from what 
 """
 
 import asyncio
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -28,14 +27,12 @@ from outrider.wire import entries_of, floats_to_bytes, rows_of, uints_to_bytes
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.scheduler import Scheduler
 
-# Requests that are written to their clients at once. gRPC reports the ends of reads and writes in one line, so further
-# writes would delay results and growth; what a request gets until it is its turn goes out as one message.
+# Requests that are written to their clients at once, of which one begins in a turn of the event loop: gRPC reports the
+# ends of reads and writes in one line, where further writes would delay results and growth. What a request gets until
+# it is its turn goes out as one message.
 _WRITES_AT_ONCE = 8
 # A write that takes longer waits for its client, and no other waits for it.
 _PATIENCE_NS = 10_000_000
-# How long results and growth alone are seen to before further writes begin, where growth has come: growth that is late
-# is worth nothing.
-_PAUSE_S = 0.001
 _ASYNC = SpeculationMode.ASYNC
 _ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
 
@@ -58,8 +55,6 @@ class Relay:
         # Of those that are written now, since when.
         self._written: dict[Generation, int] = {}
         self._delivery: asyncio.Handle | None = None
-        self._has_grown = False
-        """Growth has come since clients heard last."""
 
     # ---------------------------------------------------------------------------------------------------------- growth
 
@@ -109,7 +104,6 @@ class Relay:
                 sessions=len(grown),
                 expanded=growth.count_parents(grown),
             )
-        self._has_grown = self._has_grown or bool(rows_by_target)
         for target_id, target_rows in rows_by_target.items():
             rows, epochs, places = zip(*target_rows, strict=True)
             self._targets[target_id].link.grow(_relayed(growth, rows, epochs, places))
@@ -254,20 +248,19 @@ class Relay:
         if not self._line or self._delivery is not None:
             return
         loop = asyncio.get_running_loop()
-        if self._has_grown:
-            self._delivery = loop.call_later(_PAUSE_S, self._deliver)
-        elif len(self._written) < _WRITES_AT_ONCE:
+        if len(self._written) < _WRITES_AT_ONCE:
             self._delivery = loop.call_soon(self._deliver)
         else:
             self._delivery = loop.call_later(_PATIENCE_NS / 1e9, self._deliver)
 
     def _deliver(self) -> None:
-        """Have as many requests written to their clients as may be at once."""
-        self._delivery, self._has_grown, now_ns = None, False, clock.now_ns()
+        """Have the next request written to its client, unless as many are as may be at once."""
+        self._delivery, now_ns = None, clock.now_ns()
         self._written = {
             generation: since_ns for generation, since_ns in self._written.items() if now_ns - since_ns < _PATIENCE_NS
         }
-        for generation in list(itertools.islice(self._line, _WRITES_AT_ONCE - len(self._written))):
+        if self._line and len(self._written) < _WRITES_AT_ONCE:
+            generation = next(iter(self._line))
             del self._line[generation]
             # Perhaps it got all by the way, with an end or a first token.
             if generation.is_awaited:

@@ -72,7 +72,7 @@ class LeaveCommand:
 
 @dataclass(frozen=True, slots=True)
 class HoldCommand:
-    """Lets an owner's sessions rest while it does not read its growth, or grow again."""
+    """Keeps growth from an owner while it does not read what it was sent, or sends it again."""
 
     owner: GrowthOwner
     is_held: bool

@@ -41,6 +41,9 @@ _AT_ONCE, _MOST_WAITING = 32, 512
 # Between two messages of growth, unless no more is on its way. A message takes the coordinator and the target some
 # 0.3 ms each: short steps would make thousands a second, and what waits in a queue comes too late.
 _BETWEEN_MESSAGES_NS = 1_000_000
+# Steps whose growth gathers while an owner has not read what was sent before: more of them do not cost it much more,
+# but what it reads then is ever older.
+_MOST_GATHERED = 16
 # How long a step is expected to take before the first of its size has been seen.
 _USUAL_S = 1.0
 
@@ -57,7 +60,7 @@ class GrowthLoop:
         stopped: done when the thread ends; its exception is what ended it.
         watch: age of the running step.
         counts: of its steps.
-        holds: times that an owner's sessions had to rest, for their growth was not read.
+        holds: times that an owner's sessions had to rest, for what they had grown was not read.
     """
 
     def __init__(self, make_drafters: Callable[[], Drafters], inbox: Inbox[Command]) -> None:
@@ -72,10 +75,11 @@ class GrowthLoop:
         # Taken from the inbox, but not applied yet.
         self._waiting: deque[Command] = deque()
         # Growth of the last steps that has not been sent, and from when on it may be though more is on its way.
-        self._pending: Growth | None = None
+        self._pending: dict[GrowthOwner, list[Growth]] = {}
         self._earliest_ns = 0
-        # Owners whose sessions rest.
-        self._held: list[GrowthOwner] = []
+        # Owners that have not read what was sent, and those of them whose sessions rest.
+        self._unread: set[GrowthOwner] = set()
+        self._resting: set[GrowthOwner] = set()
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
         self.holds = 0
         self.watch = StepWatch()
@@ -139,7 +143,7 @@ class GrowthLoop:
             has_grown = False
             for growth in drafters.advance(self._without_matches(drafters)):
                 self._note(growth)
-                self._queue_growth(growth)
+                self._gather(drafters, growth)
                 has_grown = True
             if not drafters.is_busy or time.perf_counter_ns() >= self._earliest_ns:
                 self._deliver()
@@ -156,7 +160,7 @@ class GrowthLoop:
             # Nobody asks, and this goes through all that waits at every look.
             return ()
         waiting = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
-        return waiting.union(*map(drafters.keys_of, self._held))
+        return waiting.union(*map(drafters.keys_of, self._resting))
 
     def _apply(self, drafters: Drafters) -> None:
         """Apply the commands that wait; some of them while a device works."""
@@ -166,42 +170,55 @@ class GrowthLoop:
         for _ in range(count):
             command = self._waiting.popleft()
             if isinstance(command, LeaveCommand):
-                self._held = [owner for owner in self._held if owner is not command.owner]
                 drafters.close_owned(command.owner)
+                self._pending.pop(command.owner, None)
+                self._unread.discard(command.owner)
+                self._resting.discard(command.owner)
             elif isinstance(command, HoldCommand):
                 self._hold(drafters, command.owner, is_held=command.is_held)
             else:
                 _apply_to_session(drafters, command)
-                if isinstance(command, SessionStart) and any(owner is command.owner for owner in self._held):
+                if isinstance(command, SessionStart) and command.owner in self._resting:
                     drafters.hold(command.key, "unread", is_held=True)
 
     def _hold(self, drafters: Drafters, owner: GrowthOwner, *, is_held: bool) -> None:
-        self.holds += is_held
-        self._held = [other for other in self._held if other is not owner] + [owner] * is_held
-        for key in drafters.keys_of(owner):
-            drafters.hold(key, "unread", is_held=is_held)
+        """Gather growth while its owner does not read what it was sent."""
+        if is_held:
+            self._unread.add(owner)
+        else:
+            self._unread.discard(owner)
+            self._rest(drafters, owner, is_resting=False)
 
-    def _queue_growth(self, growth: Growth) -> None:
-        """Send growth together with what waits, or behind it; at once where nothing can be joined to it."""
+    def _rest(self, drafters: Drafters, owner: GrowthOwner, *, is_resting: bool) -> None:
+        if is_resting == (owner in self._resting):
+            return
+        self.holds += is_resting
+        self._resting ^= {owner}
+        for key in drafters.keys_of(owner):
+            drafters.hold(key, "unread", is_held=is_resting)
+
+    def _gather(self, drafters: Drafters, growth: Growth) -> None:
+        """Put growth to what waits for its owners, joined where it can be; they get it at once where it cannot."""
+        for owner, part in growth.by_owner():
+            waiting = self._pending.setdefault(owner, [])
+            if waiting and waiting[-1].can_be_joined and part.can_be_joined:
+                waiting[-1].join(part)
+            else:
+                waiting.append(part)
+            if owner in self._unread and sum(each.steps for each in waiting) >= _MOST_GATHERED:
+                self._rest(drafters, owner, is_resting=True)
         if not growth.can_be_joined:
             self._deliver()
-            self._pending = growth
-            self._deliver()
-        elif self._pending is None:
-            self._pending = growth
-        else:
-            self._pending.join(growth)
 
     def _deliver(self) -> None:
-        """Hand growth that waits to the owners of its sessions."""
-        if self._pending is None:
+        """Hand growth that waits to those owners that have read what they got before."""
+        if not (owners := self._pending.keys() - self._unread):
             return
         load = self.load()
-        for owner, part in self._pending.by_owner():
-            owner.deliver(part, load)
-        if self._pending.counts:
-            self._earliest_ns = time.perf_counter_ns() + _BETWEEN_MESSAGES_NS
-        self._pending = None
+        for owner in owners:
+            for growth in self._pending.pop(owner):
+                owner.deliver(growth, load)
+        self._earliest_ns = time.perf_counter_ns() + _BETWEEN_MESSAGES_NS
 
     def _note(self, growth: Growth) -> None:
         now = time.perf_counter_ns()

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import gc
+import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
+import numpy as np
 import pytest
 from tests.coordinator.running import service_running
 from tests.coordinator.streams import LinkToStream, Stream, settle
@@ -15,8 +17,9 @@ from tests.polling import until
 from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault, TreeEnd
 from outrider.coordinator.workers.links import DraftLink
 from outrider.coordinator.workers.target_peer import WITHOUT_BOUND
+from outrider.drafting.draft_distribution import DraftDistribution, pack_distributions, unpack_distributions
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
-from outrider.wire import floats_to_bytes, uints_to_bytes
+from outrider.wire import floats_from_bytes, floats_to_bytes, uints_from_bytes, uints_to_bytes
 
 TAKEN, RESENT = target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_RESENT
 PLACES = {TAKEN: "place", RESENT: "resent"}
@@ -125,7 +128,7 @@ ORDERS = {
     ),
     "a place that is taken does not overtake growth of who had it": (["grow 1", "place 1"], [["grow 1"], ["place 1"]]),
     "nor does growth overtake the place that it is of": (["place 1", "grow 1"], [["place 1", "grow 1"]]),
-    "one message has the growth of one": (["grow 1", "grow 2"], [["grow 1"], ["grow 2"]]),
+    "growth that waits is one message": (["grow 1", "grow 2", "grow 1"], [["grow 1", "grow 2", "grow 1"]]),
     "a tree that comes again is announced before it": (
         ["grow 1", "resent 1", "grow 1"],
         [["grow 1"], ["resent 1", "grow 1"]],
@@ -169,6 +172,71 @@ async def test_parts_of_a_message_take_effect_in_the_order_in_which_they_were_to
     await settle()
     assert list(map(parts, gate.written[1:])) == expected
     await link.close()
+
+
+def columns(growths: Sequence[target_pb2.RelayedGrowth]) -> dict[str, list[Any]]:
+    """Columns of growth, one behind the other; what is left out where it says nothing is filled in."""
+    found: dict[str, list[Any]] = {
+        name: [value for growth in growths for value in getattr(growth, name)]
+        for name in ("session_ids", "epochs", "places", "as_of", "node_counts")
+    }
+    for name in ("node_ids", "parents", "tokens"):
+        found[name] = [value for growth in growths for value in uints_from_bytes(getattr(growth, name)).tolist()]
+    found["acceptance"] = [value for growth in growths for value in floats_from_bytes(growth.acceptance).tolist()]
+    found |= {"complete": [], "sources": [], "distributions": []}
+    for growth in growths:
+        nodes = sum(growth.node_counts)
+        found["complete"] += growth.complete or [False] * len(growth.session_ids)
+        found["sources"] += growth.sources or [common_pb2.GROWTH_SOURCE_MODEL] * nodes
+        drawn = unpack_distributions(growth.distributions, nodes)
+        found["distributions"] += [None if one is None else (*one.token_ids, *one.weights) for one in drawn]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_growth_that_is_joined_says_what_its_parts_said(seed):
+    rng = random.Random(seed)
+    gate = Gate()
+    link = LinkToStream(gate)
+    await settle()
+    link.grow(growth(99))
+    told = [grown_at_random(rng) for _ in range(rng.randint(2, 4))]
+    before = columns(told)
+    for part in told:
+        link.grow(part)
+    gate.opened.set()
+    await settle()
+    (joined,) = gate.written[1:]
+    assert columns([joined.growth]) == before
+    await link.close()
+
+
+def grown_at_random(rng: random.Random) -> target_pb2.RelayedGrowth:
+    """Growth of some sessions, with some of the columns that may be empty."""
+    sessions = rng.randint(1, 3)
+    counts = [rng.randint(0, 2) for _ in range(sessions)]
+    nodes = range(sum(counts))
+    weights = [[1 << 23, 1 << 23], [1 << 24]]
+    drawn = [
+        DraftDistribution(np.arange(len(own), dtype=np.uint32), np.array(own, np.uint32))
+        if rng.random() < 0.7
+        else None
+        for own in (rng.choice(weights) for _ in nodes)
+    ]
+    return target_pb2.RelayedGrowth(
+        session_ids=[rng.randint(1, 9) for _ in counts],
+        epochs=[rng.randint(1, 3) for _ in counts],
+        places=[rng.randint(0, 3) for _ in counts],
+        as_of=[rng.randint(1, 99) for _ in counts],
+        node_counts=counts,
+        node_ids=uints_to_bytes([rng.randint(1, 999) for _ in nodes]),
+        parents=uints_to_bytes([rng.randint(0, 999) for _ in nodes]),
+        tokens=uints_to_bytes([rng.randint(0, 255) for _ in nodes]),
+        acceptance=floats_to_bytes([rng.random() for _ in nodes]),
+        sources=[common_pb2.GROWTH_SOURCE_NGRAM for _ in nodes] if rng.random() < 0.5 else (),
+        complete=[rng.random() < 0.5 for _ in counts] if rng.random() < 0.5 else (),
+        distributions=pack_distributions(drawn) if rng.random() < 0.5 else None,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ what is read

@@ -133,7 +133,7 @@ def opening(session_id: int = 1, *, epoch: int = 1, prompt: Any = (1, 2, 3), **l
 
 @asynccontextmanager
 async def serving(drafters: Drafters) -> AsyncIterator[Worker]:
-    front = Front(SERVICE, role=Role.DRAFT, address="127.0.0.1:0")
+    front = Front(SERVICE, role=Role.DRAFT, address="127.0.0.1:0", most_waiting=1)
     calls = Calls(front.data, SERVICE, {"Speculate": DraftStream})
     with closing(front), closing(Inbox(front.data, calls.commands)) as inbox:
         await front.listen()

@@ -49,7 +49,7 @@ class CallHandler(Protocol[CommandT_co]):
         ...
 
     def hold(self, *, is_held: bool) -> Sequence[CommandT_co]:
-        """Return the commands that let the caller's sessions rest, for it does not read, or go on."""
+        """Return the commands that follow from a caller that does not read what it was sent, or reads on."""
         ...
 
     def leave(self) -> Sequence[CommandT_co]:

@@ -49,6 +49,7 @@ class Front:
     Args:
         role: of the worker, as its log names it.
         address: host:port to bind; port 0 takes a free one.
+        most_waiting: messages of a stream that may wait to be written before the worker hears of it.
         tls: None serves in the clear.
     """
 
@@ -58,12 +59,15 @@ class Front:
         *,
         role: Role,
         address: str,
+        most_waiting: int,
         tls: TlsConfig | None = None,
     ) -> None:
         self.address = address  # with the port that was bound, once it listens
         self._tls = tls
         methods = [(method.name, method.client_streaming) for method in service.methods]
-        self._setup = {"service": service.full_name, "methods": methods, "role": role.value}
+        self._setup = {
+            "service": service.full_name, "methods": methods, "role": role.value, "most_waiting": most_waiting,
+        }  # fmt: skip
         self.failed: Future[None] = Future()  # done when the process has ended unasked
         # It is waited for more than once, and running futures cannot be cancelled by whoever stops.
         self.failed.set_running_or_notify_cancel()

@@ -34,8 +34,6 @@ from outrider.security.tls import TlsConfig
 
 _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
 
-# Steps or rounds of some ten milliseconds each.
-_MOST_WAITING = 16
 # How a call ends that a worker which stops has not answered.
 _STOPPING = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="the worker is stopping")
 
@@ -43,16 +41,16 @@ _STOPPING = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message
 class Relay(asyncio.Protocol):
     """Calls of coordinators on one side, frames on the other.
 
-    A coordinator may send without reading. Sessions of a stream that is not read rest until its waiting messages have
-    left. What the worker does not read is not read here.
+    A coordinator may send without reading. A worker hears when messages of a stream wait, and when all have left. What
+    the worker does not read is not read here.
 
     Args:
         methods: name of each method, and whether it is a stream both ways; the others have one message each way.
-        most_waiting: messages of a stream that may wait here before its sessions rest; writing takes its time where all
-            is well, too.
+        most_waiting: messages of a stream that may wait here before the worker hears of it; writing takes its time
+            where all is well, too.
     """
 
-    def __init__(self, service: str, methods: Sequence[tuple[str, bool]], *, most_waiting: int = _MOST_WAITING) -> None:
+    def __init__(self, service: str, methods: Sequence[tuple[str, bool]], *, most_waiting: int) -> None:
         self._service, self._methods, self._most_waiting = service, methods, most_waiting
         self._transport: asyncio.WriteTransport | None = None
         self._has_room = asyncio.Event()
@@ -203,7 +201,7 @@ async def _serve(control_socket: socket.socket, data: socket.socket) -> None:
     setup = await control.next()
     log_to_stderr(setup["log_level"], setup["log_format"], role=setup["role"])
     service = setup["service"]
-    relay = Relay(service, setup["methods"])
+    relay = Relay(service, setup["methods"], most_waiting=setup["most_waiting"])
     await asyncio.get_running_loop().create_connection(lambda: relay, sock=data)
     tls = None if setup["tls"] is None else TlsConfig(**{name: Path(path) for name, path in setup["tls"].items()})
     try:

@@ -109,12 +109,17 @@ def test_failures_go_to_whoever_commanded_and_the_others_go_on():
     assert not other.failures
 
 
-def test_sessions_whose_growth_is_not_read_rest_and_the_others_go_on(ngram: NgramDrafter):
+def test_sessions_rest_once_much_of_their_growth_is_not_read_and_the_others_go_on(
+    ngram: NgramDrafter, monkeypatch: pytest.MonkeyPatch
+):
     unread, other = Owner(), Owner()
+    monkeypatch.setattr(loop_module, "_MOST_GATHERED", 1)
     with running(Drafters(Bench().drafter, ngram)) as loop:
         loop.submit([opening(unread, 1), opening(other, 2)])
         unread.until_grown(3, 1)
         loop.submit([HoldCommand(unread, is_held=True), CommitCommand(unread, (7, 1), 1, 3, [3, 1])])
+        while not loop.holds:
+            time.sleep(0.001)
         # One that is opened meanwhile rests as well, and so does one that is opened anew.
         loop.submit([opening(unread, 3, prompt=[3, 1]), opening(unread, 3, prompt=[3, 1, 4], epoch=2)])
         loop.submit([CommitCommand(other, (7, 2), 1, 3, [9])])
@@ -294,6 +299,21 @@ def test_growth_leaves_at_once_where_the_last_left_long_ago(monkeypatch: pytest.
         loop.submit([])
         owner.until(lambda: len(owner.sessions) == 4)
     assert [growth.steps for growth in owner.growths] == [1, 1, 1, 1]
+
+
+def test_growth_gathers_while_its_owner_has_not_read_what_came_before():
+    unread, other = Owner(), Owner()
+    steps = [_step(owner, number, complete=number == 5) for number in range(1, 8) for owner in (unread, other)]
+    with running(Steps(*steps)) as loop:
+        loop.submit([HoldCommand(unread, is_held=True)])
+        other.until(lambda: len(other.sessions) == 7)
+        loop.submit([])
+        assert not unread.growths
+        loop.submit([HoldCommand(unread, is_held=False)])
+        unread.until(lambda: len(unread.sessions) == 7)
+    assert [part.session_id for part in unread.sessions] == [1, 2, 3, 4, 5, 6, 7]
+    assert [growth.steps for growth in unread.growths] == [4, 1, 2]
+    assert not loop.holds
 
 
 class Working(Drafters):

@@ -36,7 +36,7 @@ asyncio.run(serve(config, ready=lambda address: print(address, flush=True)))
 
 
 def a_front(tls: TlsConfig | None = None) -> Front:
-    return Front(SERVICE, role=Role.DRAFT, address="127.0.0.1:0", tls=tls)
+    return Front(SERVICE, role=Role.DRAFT, address="127.0.0.1:0", most_waiting=1, tls=tls)
 
 
 def _children(process: int) -> list[int]:

@@ -10,7 +10,7 @@ from grpc.aio import AbortError
 from outrider.front.frames import FrameReader, Kind, pack_frame
 from outrider.front.process import Relay
 
-FEW = 17
+FEW = 4
 
 
 class Pipe:
@@ -60,7 +60,7 @@ class Streams:
     """Two coordinators' streams of one relay: numbers 1 and 2."""
 
     def __init__(self) -> None:
-        self.relay, self.pipe = Relay("a.Service", [("Stream", True), ("Unary", False)]), Pipe()
+        self.relay, self.pipe = Relay("a.Service", [("Stream", True), ("Unary", False)], most_waiting=FEW - 1), Pipe()
         self.relay.connection_made(self.pipe)  # type: ignore[arg-type]
         self.readers = Reader(), Reader()
         self.calls: list[asyncio.Task[None]] = []
