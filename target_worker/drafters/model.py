@@ -229,6 +229,7 @@ class _Step(NamedTuple):
         bucket: that it runs in.
         sessions: that it was launched for.
         verified: drafted sessions that the round verifies.
+        begun: those of them whose opening is computed, in this round's first step at the latest.
         trial_ns: of a step that is one more than pays, the time to expect.
     """
 
@@ -236,6 +237,7 @@ class _Step(NamedTuple):
     bucket: int
     sessions: int
     verified: int
+    begun: int
     trial_ns: float | None
 
 
@@ -372,7 +374,9 @@ class ResidentModel:
         if self._regrows:
             drafted = [session for session in drafted if session.is_prefilled]
         growing = [session for session in drafted if session.may_grow(self.source)]
-        program, verified = self._program, sum(session.is_running or session.is_entering for session in growing)
+        program = self._program
+        verified_rows = [session.row for session in growing if session.is_running or session.is_entering]
+        verified = len(verified_rows)
         expected_ns = self._expected_ns(verified)
         # Beside prompts alone the drafter computes its own.
         count, is_trial, is_sync = min(len(growing), 1), False, any(session.is_sync for session in growing)
@@ -393,7 +397,8 @@ class ResidentModel:
                 bucket = self._bucket_as_before(number, len(rows))
             program.launch(bucket, processes=processes, is_first=number == 0)
             trial_ns = expected_ns[number] if is_trial and number == count - 1 else None
-            self._under_way.append(_Step(number, bucket, len(rows), verified, trial_ns))
+            begun = verified - int(np.count_nonzero(self._opening[verified_rows]))
+            self._under_way.append(_Step(number, bucket, len(rows), verified, begun, trial_ns))
         self._rested = self._rested + 1 if len(rows) and not count else 0
         # Their records are in the round that comes next.
         self._is_new[rows] = False
@@ -489,20 +494,22 @@ class ResidentModel:
         elif gains[-1] >= 0 and all(gains[each.bucket] < 0 or self._reads(each.number) for each in self._under_way):
             # Otherwise it waits for slots, or a step under way has room.
             self._unfit_rows, self._first_rows = max(self._unfit_rows, needed), (0, 0)
-        step_ns, expanded = ended - began, 0.0
+        step_ns, roots, expanded = ended - began, 0, 0.0
         if rows:
             self.steps += 1
             columns = words.view(np.int32).copy()
             (grown_rows, _, grown), _, _ = self._expansions.read(columns, lines, self._is_counted, self._ids_used)
             np.add.at(self._grown, grown_rows, grown)
-            roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
+            roots = int(np.count_nonzero(columns[2 * program.lines :][:lines] == 0))
             expanded = roots + max(int(gains[step.bucket]), 0) / GAIN_SCALE
         if not step.number:
             # Else its sessions are not open yet.
-            self._has_begun = step.verified > 0 and (rows or needed) > 0
+            self._has_begun = step.begun > 0 and (rows or needed) > 0
         usual_rows = min(self._committed.of(step.verified) + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
         if self._has_begun and min(needed, rows) <= usual_rows:
-            self.pace.note_step(step.number, expanded=expanded, sessions=step.verified)
+            # Without room for all that is committed, the bucket's gain is not known.
+            if gains[step.bucket] >= 0:
+                self.pace.note_step(step.number, expanded=expanded, sessions=max(step.begun, roots))
             if rows:
                 self._times.note(step.bucket, step.verified, step_ns, reads=self._reads(step.number))
         if step.trial_ns is not None:

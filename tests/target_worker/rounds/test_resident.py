@@ -27,6 +27,7 @@ from tests.tiny_llama import SIZES, write_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.drafting import program
+from outrider.drafting.config import GrowthConfig
 from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.sampling import SpeculationMode, VerificationRule
@@ -66,10 +67,17 @@ class Resident:
     """Rounds with a drafter beside the target."""
 
     def __init__(
-        self, checkpoint: Path, draft_folder: Path, *, steps: int = 3, slots: int | None = None, **overrides: Any
+        self,
+        checkpoint: Path,
+        draft_folder: Path,
+        *,
+        steps: int = 3,
+        slots: int | None = None,
+        prefill_tokens: int = GrowthConfig.max_step_tokens,
+        **overrides: Any,
     ) -> None:
         runner = make_runner(checkpoint, **overrides)
-        self.draft = load_draft(runner, draft_folder)
+        self.draft = load_draft(runner, draft_folder, prefill_tokens=prefill_tokens)
         self.draft = self.draft if slots is None else replace(self.draft, num_slots=slots)
         self.loop, self.program = rounds_of(runner, draft=self.draft, **overrides)
         self.drafter: ResidentModel = self.program.drafter
@@ -170,6 +178,32 @@ def test_short_requests_teach_the_pace_nothing_wrong(checkpoint: Path, draft_fol
         driver.run()
         counts.append((resident.drafter.steps - steps) / (resident.loop.rounds_read - rounds))
     assert counts[-1] > 2
+
+
+class NotedSteps(FixedSteps):
+    """Steps of a fixed number, and what is learned of them: number, expanded values, sessions."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.noted = list[tuple[int, float, int]]()
+
+    def note_step(self, number: int, *, expanded: float, sessions: int) -> None:
+        self.noted.append((number, expanded, sessions))
+
+
+def test_sessions_whose_prompts_are_not_computed_say_nothing_of_what_steps_are_worth(checkpoint: Path, reference_model):
+    resident = Resident(checkpoint, checkpoint, prefill_tokens=32)
+    resident.drafter.pace = pace = NotedSteps(2)
+    prompt, driver = [*PROMPT, *range(50)], Driver(resident.loop)
+    for number in range(3):
+        wanted = plain_decode(reference_model, prompt, GREEDY).tokens
+        driver.open(number, GREEDY, wanted, no_tree, prompt=prompt)
+    driver.run()
+    firsts = [(expanded, sessions) for number, expanded, sessions in pace.noted if not number]
+    # Three are verified from the first round on, and the drafter needs six to compute their prompts.
+    assert firsts[0] == (1, 1)
+    assert (3, 3) in firsts
+    assert all(expanded == sessions for expanded, sessions in firsts)
 
 
 def test_a_session_that_finds_no_room_is_not_drafted_and_takes_none(
