@@ -25,7 +25,7 @@ __all__ = ["DraftWorkerConfig", "serve"]
 
 Loader = Callable[[DraftWorkerConfig], LoadedDrafters]
 
-# Growth is written at once or gathers: what waited in a line of messages would come too late.
+# More growth gathers while two messages of it wait: in a queue of messages it would come too late.
 _MOST_WAITING = 1
 
 

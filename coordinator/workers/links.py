@@ -13,8 +13,8 @@ from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
-# Of `RelayedGrowth`, and of its distributions, those that are bytes.
-_NODE_COLUMNS, _DRAWN = ("node_ids", "parents", "tokens", "acceptance"), ("token_ids", "weights")
+# Fields of bytes in `RelayedGrowth` and in its distributions.
+_NODE_COLUMNS, _DISTRIBUTION_COLUMNS = ("node_ids", "parents", "tokens", "acceptance"), ("token_ids", "weights")
 
 
 def _check_readable(message: Message | None) -> None:
@@ -130,7 +130,10 @@ def _join(growth: target_pb2.RelayedGrowth, following: target_pb2.RelayedGrowth)
             part.distributions.counts.extend([0] * nodes)
     # Merging messages puts repeated fields behind each other, but not bytes.
     joined = {name: getattr(growth, name) + getattr(following, name) for name in _NODE_COLUMNS}
-    drawn = {name: getattr(growth.distributions, name) + getattr(following.distributions, name) for name in _DRAWN}
+    drawn = {
+        name: getattr(growth.distributions, name) + getattr(following.distributions, name)
+        for name in _DISTRIBUTION_COLUMNS
+    }
     growth.MergeFrom(following)
     for name, column in joined.items():
         setattr(growth, name, column)

@@ -1,6 +1,6 @@
 """Relay between a target and the drafts of its sessions: growth one way, commits the other, tokens to clients.
 
-    growth of a draft's step   ->  its sessions' targets, one message each
+    growth of a draft's step   ->  its sessions' targets
     results of a target's round -> commits to the drafts, then tokens to the clients
 
 Neither waits for anything: what a target verifies is its own choice, from what has come by then.
@@ -254,20 +254,22 @@ class Relay:
             self._delivery = loop.call_later(_PATIENCE_NS / 1e9, self._deliver)
 
     def _deliver(self) -> None:
-        """Have the next request written to its client, unless as many are as may be at once."""
+        """Have the next request written to its client, unless `_WRITES_AT_ONCE` are being written."""
         self._delivery, now_ns = None, clock.now_ns()
         self._written = {
             generation: since_ns for generation, since_ns in self._written.items() if now_ns - since_ns < _PATIENCE_NS
         }
-        if self._line and len(self._written) < _WRITES_AT_ONCE:
+        while self._line and len(self._written) < _WRITES_AT_ONCE:
             generation = next(iter(self._line))
             del self._line[generation]
-            # Perhaps it got all by the way, with an end or a first token.
-            if generation.is_awaited:
-                for session in generation.sessions:
-                    session.deliver()
-                if not generation.is_awaited:
-                    self._written[generation] = now_ns
+            if not generation.is_awaited:
+                # It got all by the way, with an end or a first token.
+                continue
+            for session in generation.sessions:
+                session.deliver()
+            if not generation.is_awaited:
+                self._written[generation] = now_ns
+            break
         self._deliver_soon()
 
     def hold(self, session: Session, *, is_held: bool) -> None:

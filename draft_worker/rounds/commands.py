@@ -72,7 +72,7 @@ class LeaveCommand:
 
 @dataclass(frozen=True, slots=True)
 class HoldCommand:
-    """Keeps growth from an owner while it does not read what it was sent, or sends it again."""
+    """Have growth gather while its owner does not read, or send it again."""
 
     owner: GrowthOwner
     is_held: bool

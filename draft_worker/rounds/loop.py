@@ -205,7 +205,8 @@ class GrowthLoop:
                 waiting[-1].join(part)
             else:
                 waiting.append(part)
-            if owner in self._unread and sum(each.steps for each in waiting) >= _MOST_GATHERED:
+            # Whole trees, which are sent once, are no steps.
+            if owner in self._unread and sum(each.steps for each in waiting if each.rows) >= _MOST_GATHERED:
                 self._rest(drafters, owner, is_resting=True)
         if not growth.can_be_joined:
             self._deliver()

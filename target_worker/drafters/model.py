@@ -507,8 +507,9 @@ class ResidentModel:
             self._has_begun = step.begun > 0 and (rows or needed) > 0
         usual_rows = min(self._committed.of(step.verified) + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
         if self._has_begun and min(needed, rows) <= usual_rows:
-            # Without room for all that is committed, the bucket's gain is not known.
-            if gains[step.bucket] >= 0:
+            # The gain of a bucket that was too small is not known; where no bucket is large enough, slots are wanting.
+            if gains[step.bucket] >= 0 or gains[-1] < 0:
+                # A root may have been reached by tokens that were counted as left.
                 self.pace.note_step(step.number, expanded=expanded, sessions=max(step.begun, roots))
             if rows:
                 self._times.note(step.bucket, step.verified, step_ns, reads=self._reads(step.number))

@@ -96,7 +96,7 @@ class DraftSteps:
         Args:
             number: of the steps before it in its round.
             expanded: sum of the values that it has expanded.
-            sessions: as `choose` was given.
+            sessions: whose committed tokens it has computed: the others may expand nothing yet.
         """
         value, (last, before) = expanded / sessions, self._noted
         if not number:
