@@ -42,12 +42,11 @@ part() {
     [ $code -eq 0 ] || failed=1
 }
 
-# pytest-benchmark, where it is installed, warns that it is off under xdist, and warnings are errors here. References
-# compute on the CPU: with threads of their own, processes would take the cores from each other.
+# pytest-benchmark, where it is installed, warns that it is off under xdist, and warnings are errors here.
 gpu_tests() {
     name=$1
     shift
-    part 400 "$name" env OMP_NUM_THREADS=1 "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider --durations=10 "$@"
+    part 400 "$name" "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider --durations=10 "$@"
 }
 
 # widened ROLE SHAPE [LENGTH]: the embedded model in that shape, and for texts that long, written once

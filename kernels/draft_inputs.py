@@ -12,7 +12,7 @@ Shapes: B requests, K drafts of a request; `query_start_loc` [B + 1] holds where
 Source: operators and functions of the same names in vLLM's speculative decoding.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N802, N803
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). St
 Shapes: T rows, V vocabulary size, k ids of a row.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Lists of different lengths are compressed rows: `x_start[i]:x_start[i + 1]` is t
 vocabulary size, S sessions.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Shapes: bs requests, n nodes of a request with its root; inside kernels N is n r
 Source: operators of the same names in SGLang's kernel library (n-gram drafts) and in FlashInfer (packed masks).
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803, N806
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Shapes: bs requests, n nodes of a request with its root, S = nodes of the deepes
 Source: EAGLE-2, arXiv 2406.16858; operator of the same name in SGLang's kernel library.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class TargetWorkerConfig(WorkerConfig):
             trees inside this worker, on its device and with a share of its memory for KV: for a machine with one GPU.
             Default: none.
         draft_branching: children of a node that it grows; 1 grows chains, to compare trees with.
-        max_draft_steps: most growth steps before a round, 1 to 8; 1 as above, to compare with a drafter that drafts
-            one token a round.
+        max_draft_steps: most growth steps before a round, 1 to 8; 1 as above, to compare with drafting one token
+            a round.
         max_tree_nodes: most rows of one session in a round: its root and the best of its nodes.
         max_step_tokens: most verified rows of a round: roots and nodes of all sessions.
         max_prefill_tokens: most rows of prompts beside them; default a quarter of max_step_tokens on a CPU, 2048 on a

@@ -1,4 +1,4 @@
-"""Distribution of tests among several processes (`make test`): files stay whole, and long ones begin."""
+"""Threads of each process, and distribution of tests among several (`make test`): files stay whole, long ones begin."""
 
 import gc
 import os

@@ -1,6 +1,6 @@
 """The yardstick of sampling: a kernel that reads every logit once and keeps the largest, and nothing else."""
 
-# compile-time parameters of kernels are upper case, pointers and strides positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

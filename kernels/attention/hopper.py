@@ -10,7 +10,7 @@ Units, partial results and the merge are those of `outrider.kernels.attention.ke
 packed rows here.
 """
 
-# compile-time values are upper case, pointers and strides positional; a kernel is one function
+# compile-time values are upper case; a kernel is one function
 # ruff: noqa: D103, N803, N806, PLR0915
 
 from __future__ import annotations

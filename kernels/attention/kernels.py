@@ -16,7 +16,7 @@ lengths; programs without a unit leave at once. The split points depend on the l
 session stands in it.
 """
 
-# compile-time parameters of kernels are upper case, pointers and strides positional; a kernel is one function
+# compile-time parameters of kernels are upper case; a kernel is one function
 # ruff: noqa: D103, N803, PLR0912, PLR0915
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One program for a row and some of its heads, of whatever kind; every head is two halves of a tile.
 """
 
-# compile-time values are upper case, pointers and strides positional; a kernel is one function
+# compile-time values are upper case; a kernel is one function
 # ruff: noqa: D103, N803, N806, PLR0915
 
 from __future__ import annotations

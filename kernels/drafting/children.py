@@ -16,7 +16,7 @@ Shapes: R rows of the step, L rows that bring children, S rows of the pool, N se
 row, K of them that may become nodes, E edges, T buckets of the calibration.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ tree goes.
 Shapes: R rows of the step, N sessions, S rows of both pools, C entries of a row, F numbers of a hidden row.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Shapes: B requests, T input rows, npad new rows of a request. Malformed position
 tensors is read or written. Source: P-EAGLE's input expansion; operator of the same name in vLLM.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ drafter's pool has no use for the KV slots of the target's rows, nor for what ot
 Shapes: G records of a round, S rows of both pools, R rows of a growth step, L of them that bring children, K children.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ With new = position + 1:
 Shapes: B requests, `blocks` KV blocks of a request. Source: function of the same name in vLLM's speculative decoding.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

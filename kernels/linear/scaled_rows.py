@@ -9,7 +9,7 @@ where they are few: the matrix units are twice as fast, and only many rows keep 
 Shapes: T rows, K inner size, N columns of the result.
 """
 
-# compile-time parameters of kernels are upper case, pointers and strides positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

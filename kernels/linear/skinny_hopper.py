@@ -14,7 +14,7 @@ A unit is BLOCK_N columns of the result (of both halves, where gated) for BLOCK_
 ranges of K. Where K or N is no multiple of a block, the copies fill up with zeros.
 """
 
-# compile-time values are upper case, pointers and strides positional; a kernel is one function
+# compile-time values are upper case; a kernel is one function
 # ruff: noqa: D103, N803, N806
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ float8_e4m3 number, and is the matrix units' operand from there. The sums of a r
 before they are stored, or before gate and up meet.
 """
 
-# compile-time values are upper case, pointers and strides positional; a kernel is one function
+# compile-time values are upper case; a kernel is one function
 # ruff: noqa: D103, N803, N806
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Triton side of `outrider.kernels.linear.skinny`: the product of any sizes, the weight the tall side."""
 
-# compile-time parameters of kernels are upper case, pointers and strides positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

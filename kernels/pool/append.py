@@ -10,7 +10,7 @@ with a new id; one that finds no room is dropped, and the place has `lost` growt
 Shapes: R rows of the step, K children of a row at most, and as in `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# compile-time parameters of kernels are upper case; a kernel is one function
 # ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ For each a compiled loop and a Triton function; shapes as in `outrider.kernels.p
 column of entries is a tensor [C] in registers, so that one program handles one row.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

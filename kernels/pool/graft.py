@@ -14,7 +14,7 @@ What a node becomes, one after the other within its row (`Verdict` names the out
 What the other records do stands in `outrider.kernels.pool.records`. Shapes: G records, and as in `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional; the kernel is one function
+# compile-time parameters of kernels are upper case; the kernel is one function
 # ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations

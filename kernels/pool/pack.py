@@ -16,7 +16,7 @@ into rows that the bucket does not count (`extra_rows`) and into sessions that `
 Shapes: R rows of the bucket and extra ones, N sessions of the bucket, W mask words, and as in `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# compile-time parameters of kernels are upper case; a kernel is one function
 # ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ without prefill finds none. Shapes: N_c chunks, P of their rows; G records; R, N
 `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ place, or none did.
 Shapes: M tokens of a row at most, and as in `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# compile-time parameters of kernels are upper case; a kernel is one function
 # ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Rows are sorted by value first, each by its own program; then one program a buck
 full, over all sorted rows at once. Shapes: B buckets, and as in `columns.py`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# compile-time parameters of kernels are upper case; a kernel is one function
 # ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations

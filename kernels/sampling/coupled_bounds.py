@@ -29,7 +29,7 @@ compiler would otherwise have each of them divide and exponentiate for itself.
 Shapes: V vocabulary size, C tiles of a row, LIST the places of a row's list.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

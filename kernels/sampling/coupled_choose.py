@@ -13,7 +13,7 @@
 Shapes: T rows, V vocabulary size, C tiles of a row, k tokens of a row, LIST the places of a row's list.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ complete, and the whole row is gone through where it is not.
 Shapes: T rows, V vocabulary size, C tiles of a row, k tokens of a row.
 """
 
-# compile-time parameters of kernels are upper case; kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ choice).
 Shapes: V vocabulary size, C tiles of a row.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ ids, or the whole row. A list has everything from `low` on, so it can tell a thr
 Shapes: T rows, V vocabulary size.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ whole rows; one that only chooses does not.
 Shapes: T rows, V vocabulary size, C blocks of a row.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ What comes before and after it in the order of processors is in `outrider.kernel
 Shapes: T rows, V vocabulary size, M masks, W words of 32 tokens.
 """
 
-# compile-time parameters of kernels are upper case; kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Shapes: L lines, at which a token is chosen (`SampledRows`), V vocabulary, M tok
 the pool, R rows of the step.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ bits wherever it stands, however many rows there are.
 Shapes: bs requests, V vocabulary size, n tokens that can be excluded, blocks of V.
 """
 
-# compile-time parameters of kernels are upper case; kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the rows. At committed tokens before the root nothing is chosen.
 Shapes: R rows of the step, L of them at which a token is chosen ("lines"), S rows of the pool, N sessions of the step.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ three times as long.
 Shapes: bs requests, n nodes of a request with its root.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

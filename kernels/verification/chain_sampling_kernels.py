@@ -5,7 +5,7 @@ leaves in a `ResidualPlan` from which rows that is drawn; `outrider.kernels.samp
 the whole GPU.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

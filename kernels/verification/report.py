@@ -9,7 +9,7 @@ The report is written into the host's memory; `publish_report` makes it valid.
 Shapes: N sessions of the largest step, M rows of a session at most, and as in `outrider.kernels.pool.columns`.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Both work for lines of sessions that ask, and for no others. Shapes: L lines of 
 vocabulary size, K best ids of a line; S rows of the pool, N sessions of the step, M most rows of a session.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

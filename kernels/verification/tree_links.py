@@ -9,7 +9,7 @@ differs (`outrider.kernels.build_tree`, `outrider.kernels.tree_mask`), what foll
 Shapes: bs requests, n nodes of a request with its root, R nodes of a program.
 """
 
-# compile-time parameters of kernels are upper case; operators take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

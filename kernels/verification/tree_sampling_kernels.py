@@ -8,7 +8,7 @@ A walk is a chain of trips to memory, so it makes few: the tree is read at once,
 together.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 from __future__ import annotations

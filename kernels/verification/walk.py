@@ -21,7 +21,7 @@ on, in the order of their tokens, then all others. Keys and values do not move.
 Shapes: S rows of the pool, N sessions of the step, L verified rows, M most rows of a session.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# compile-time parameters of kernels are upper case; a kernel is one function
 # ruff: noqa: N803, PLR0912, PLR0915
 
 from __future__ import annotations

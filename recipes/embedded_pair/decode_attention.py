@@ -8,7 +8,7 @@ costs, and batched products of three rows reach a quarter of the memory's rate.
 Shapes: N sequences, K key/value heads, G query heads each, T tokens that the cache has room for, D head size.
 """
 
-# compile-time parameters of kernels are upper case, pointers positional
+# compile-time parameters of kernels are upper case
 # ruff: noqa: N803
 
 import torch
