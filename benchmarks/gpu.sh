@@ -151,10 +151,8 @@ for name in "$@"; do
         end-to-end) end_to_end end_to_end 320 --setups 1+1 --modes off async --sessions 1 4 16 64 128 256 --temperatures 0 1 \
             --synthetic 0 --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake" ;;
         round-trips) end_to_end round_trips 180 --setups 1+1 --modes async --sessions 1 16 --temperatures 0 1 --round-trips 1 3 ;;
-        coordinators) for count in 1 2; do
-                end_to_end "coordinators_$count" 150 --coordinators "$count" --setups 1+1 --modes async --sessions 128 256 \
-                    --temperatures 0 1 --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake"
-            done ;;
+        coordinators) end_to_end coordinators 180 --coordinators 1 2 --setups 1+1 --modes async --sessions 128 256 \
+            --temperatures 0 1 --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake" ;;
         # Four sessions come first: their prompts are prefilled before they are measured, and the single one repeats them.
         # The embedded models know no such lengths: what they draft is wrong, and the service learns that from coupled cells.
         long-prompts) widened target 8b 33792
@@ -171,11 +169,13 @@ for name in "$@"; do
             widened draft 160m 8192
             end_to_end arriving 100 --setups 1+1 --modes off async --sessions 32 --temperatures 0 --max-new-tokens 3000 \
                 --target "$checkpoints/target-8b-8192" --draft "$checkpoints/draft-160m-8192" --arriving 128 4096 ;;
-        # One draft for one, two and three targets, two for two, and none: tokens/s per GPU says how many a draft can feed.
-        four-gpus) end_to_end four_gpus 420 --gpus 4 --setups 1+1 1+2 1+3 2+2 0+4 --modes off async --sessions 64 128 192 \
-            --temperatures 0 1 --warm-up 1 --measure 2 --kv-bytes 50000000000 --draft-args="--kv-bytes 14000000000 $awake"
+        # One draft for one, two and three targets, two for two, and none, or one in each of four targets: tokens/s per GPU
+        # says how many a draft can feed.
+        four-gpus) end_to_end four_gpus 420 --gpus 4 --setups 1+1 1+2 1+3 2+2 0+4 4xresident --coordinators 1 2 \
+            --modes off async --sessions 64 128 192 --temperatures 0 1 --warm-up 1 --measure 2 \
+            --kv-bytes 40000000000 --draft-args="--kv-bytes 14000000000 $awake"
             end_to_end four_gpus_tp2 150 --gpus 4 --target-gpus 2 --setups 2+1 --modes async --sessions 64 128 192 \
-                --temperatures 0 1 --warm-up 1 --measure 2 --kv-bytes 50000000000 \
+                --temperatures 0 1 --warm-up 1 --measure 2 --kv-bytes 40000000000 \
                 --draft-args="--kv-bytes 14000000000 $awake" ;;
         # Sanitizers see one short history of every kernel.
         pool) gpu_tests pool_tests tests/kernels/pool tests/outrider/engine/test_round_rings.py

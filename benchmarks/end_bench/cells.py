@@ -13,6 +13,7 @@ _FIRST_MODES = ("off", "async", "sync")
 # Roles at the other end of a coordinator's links.
 LINKS = ("draft", "target")
 _COUNTED = re.compile(r"(\d)\+(\d)")
+_RESIDENT = re.compile(r"(?:(\d)x)?resident")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Setup:
         name: as `named` takes it.
         drafts, targets: workers, each on a GPU of its own unless there is one GPU.
         on_one_gpu: whether all of them share one.
-        is_resident: whether the target grows drafts itself, by a draft model beside its own.
+        is_resident: whether targets grow drafts themselves, by a draft model beside their own.
     """
 
     name: str
@@ -34,18 +35,18 @@ class Setup:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the setup of this name: `shared`, `resident`, or numbers of drafts and targets, such as `1+3`.
+        """Return the setup of this name: `shared`, `resident`, `4xresident`, or drafts and targets, such as `1+3`.
 
         Raises:
             ValueError: there is none.
         """
         if name == "shared":
             return cls(name=name, drafts=1, targets=1, on_one_gpu=True)
-        if name == "resident":
-            return cls(name=name, drafts=0, targets=1, on_one_gpu=True, is_resident=True)
+        if (resident := _RESIDENT.fullmatch(name)) and resident[1] != "0":
+            return cls(name=name, drafts=0, targets=int(resident[1] or 1), is_resident=True)
         counts = _COUNTED.fullmatch(name)
         if counts is None or counts[2] == "0":
-            raise ValueError(f"{name}: shared, resident, or DRAFTS+TARGETS needed, such as 1+3")
+            raise ValueError(f"{name}: shared, resident, 4xresident, or DRAFTS+TARGETS needed, such as 1+3")
         return cls(name=name, drafts=int(counts[1]), targets=int(counts[2]))
 
     @property
@@ -118,7 +119,7 @@ class Plan:
         only_synthetic: no other drafts with the first setup.
         round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
         turns: how often all of it.
-        coordinators: of each setup.
+        coordinators: of each setup, as many as sessions are spread over in a cell.
         target_gpus: of each target.
         gpus: that there are.
     """
@@ -133,7 +134,7 @@ class Plan:
     only_synthetic: bool = False
     round_trips: Sequence[float] = ()
     turns: int = 1
-    coordinators: int = 1
+    coordinators: Sequence[int] = (1,)
     target_gpus: int = 1
     gpus: int = 4
 
@@ -147,8 +148,9 @@ def cells_of(plan: Plan) -> list[Cell]:
     """All cells, turn after turn, those that the others are compared with first."""
     cells = [*_baselines(plan)] if plan.base is None else [*_compared(plan, plan.base), *_baselines(plan)]
     return [
-        replace(cell, turn=turn, coordinators=plan.coordinators, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
+        replace(cell, turn=turn, coordinators=coordinators, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
         for turn in range(plan.turns)
+        for coordinators in plan.coordinators
         for cell in dict.fromkeys(cells)
     ]
 

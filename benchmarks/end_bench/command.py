@@ -204,7 +204,7 @@ class Bench:
             self.services.links.lengthen(cell.link, cell.added_ms)
         begin_s = time.monotonic() + _LEAD_S + warm_up_s
         load = Load(
-            endpoints=self.services.endpoints[cell.setup],
+            endpoints=self.services.endpoints[cell.setup][: cell.coordinators],
             prompts=self.prompts,
             first=0,
             sessions=cell.sessions,

@@ -17,7 +17,7 @@ def service_options(arguments: argparse.Namespace, *, setups: int, most_s: float
     # One more where prompts arrive beside the others.
     most = max(arguments.sessions) + bool(arguments.arriving)
     # Each coordinator leaves a worker's last places to the others, one for each of them.
-    worker_args = ["--max-num-seqs", str(most + setups * arguments.coordinators - 1)]
+    worker_args = ["--max-num-seqs", str(most + setups * max(arguments.coordinators) - 1)]
     if arguments.dtype is not None:
         worker_args += ["--dtype", arguments.dtype]
     if arguments.kv_bytes is not None:
@@ -28,7 +28,7 @@ def service_options(arguments: argparse.Namespace, *, setups: int, most_s: float
         device=arguments.device,
         target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
-        coordinators=arguments.coordinators,
+        coordinators=max(arguments.coordinators),
         through_proxies=bool(arguments.round_trips),
         worker_args=worker_args,
         target_args=arguments.target_args.split(),
@@ -90,8 +90,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add(
         "--setups", nargs="+", metavar="SETUP",
         help="numbers of drafts and targets, each on a GPU of its own, such as 1+3; shared: a target and a draft "
-        "on one GPU; resident: a target that grows drafts itself. The first with one target has the off that others "
-        "are compared with. Default 1+1 shared 0+2 on GPUs, 1+1 on a CPU",
+        "on one GPU; resident: a target that grows drafts itself; 4xresident: four of them. The first with one target "
+        "has the off that others are compared with. Default 1+1 shared 0+2 on GPUs, 1+1 on a CPU",
     )  # fmt: skip
     add("--baselines-at", type=float, nargs="*", help="temperatures of the other setups; default all")
     add(
@@ -120,7 +120,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--draft", type=Path, metavar="FOLDER")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")
     add("--target-gpus", type=int, default=1, help="of each target, which are tensor-parallel then")
-    add("--coordinators", type=int, default=1, help="of each setup, which its sessions are spread over")
+    add("--coordinators", type=int, nargs="+", default=[1], help="numbers of those that sessions are spread over")
     add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
     add("--dtype", choices=("float32", "bfloat16"))
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
@@ -166,9 +166,11 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--prompts: not with the embedded pair, which has no chat template")
     if options.only_synthetic and not options.synthetic:
         parser.error("--only-synthetic: --synthetic needed, too")
-    for name in ("arrivals", "coordinators", "gpus", "target_gpus", "prompt_count"):
+    for name in ("arrivals", "gpus", "target_gpus", "prompt_count"):
         if (given := getattr(options, name)) is not None and given < 1:
             parser.error(f"--{name.replace('_', '-')}: {given} given, 1 or more needed")
+    if min(options.coordinators) < 1:
+        parser.error(f"--coordinators: {min(options.coordinators)} given, 1 or more needed")
     try:
         most = max(setup.targets for setup in plan_of(options).setups)
     except ValueError as error:

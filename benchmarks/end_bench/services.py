@@ -70,7 +70,7 @@ class ServiceOptions:
         device: cpu, or cuda: then every worker sees its own GPU alone.
         target_gpus: of each target.
         gpus: that there are; workers of further ones share the last.
-        coordinators: of each setup.
+        coordinators: of each setup, the most of any cell.
         through_proxies: whether coordinators dial proxies of the workers.
         worker_args: of both kinds of workers.
         target_args, draft_args, coordinator_args: further ones.

@@ -64,8 +64,8 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
     alone = cells_of(plan(synthetic=(0.5,), only_synthetic=True))
     assert [(cell.mode, cell.rule) for cell in alone] == [("off", "coupled"), ("async", "synthetic")]
-    several = cells_of(plan(coordinators=2))
-    assert [cell.coordinators for cell in several] == [2, 2]
+    several = cells_of(plan(coordinators=(2, 1)))
+    assert [cell.coordinators for cell in several] == [2, 2, 1, 1]
     assert several[0].name == "off 1+1 2 coordinators, 4 sessions, temperature 0"
 
 
@@ -78,7 +78,7 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     assert options.start_timeout_s == 7
     # Eight sessions of one coordinator, and a place that it leaves to each of the others.
     assert options.worker_args == ["--max-num-seqs", "10", "--dtype", "float32"]
-    several = service_options(parse(["--sessions", "8", "--coordinators", "2"]), setups=3, most_s=7)
+    several = service_options(parse(["--sessions", "8", "--coordinators", "1", "2"]), setups=3, most_s=7)
     assert (several.coordinators, several.worker_args) == (2, ["--max-num-seqs", "13"])
     for wrong in (["--target", "somewhere"], ["--coordinators", "0"], ["--prompt-count", "0"], ["--only-synthetic"]):
         with pytest.raises(SystemExit):
@@ -93,8 +93,9 @@ def test_workers_stand_on_gpus_of_their_own_unless_there_is_one():
     assert standing("2+1", target_gpus=2) == [("target-0", (0, 1)), ("draft-2", (2,)), ("draft-3", (3,))]
     assert standing("shared") == [("target-0", (0,)), ("draft-0", (0,))]
     assert standing("resident") == [("resident-0", (0,))]
-    for name in ("1+0", "many", "", "1+3+1"):
-        with pytest.raises(ValueError, match="shared, resident, or DRAFTS"):
+    assert standing("2xresident") == [("resident-0", (0,)), ("resident-1", (1,))]
+    for name in ("1+0", "many", "", "1+3+1", "0xresident"):
+        with pytest.raises(ValueError, match="shared, resident, 4xresident, or DRAFTS"):
             Setup.named(name)
     with pytest.raises(SystemExit):
         parse(["--setups", "apart"])
@@ -263,14 +264,14 @@ def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, c
 
 
 def test_sessions_are_spread_over_coordinators(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--coordinators", "2", "--sessions", "4", "--temperatures", "0", "--modes", "async", "--clients", "1"]
-    arguments += ["--prepare", "1", "--warm-up", "0.2", "--measure", "2", "--max-new-tokens", "48"]
+    arguments = ["--coordinators", "1", "2", "--sessions", "4", "--temperatures", "0", "--modes", "async"]
+    arguments += ["--clients", "1", "--prepare", "1", "--warm-up", "0.2", "--measure", "2", "--max-new-tokens", "48"]
     assert command.main([*arguments, "--output", str(tmp_path)]) == 0
-    (cell,) = json.loads(capsys.readouterr().out)["cells"]
-    assert (cell["coordinators"], cell["sessions"]) == (2, 4)
-    assert cell["tokens_per_s"] > 0 and cell["rounds"] > 0
+    alone, spread = json.loads(capsys.readouterr().out)["cells"]
+    assert (alone["coordinators"], spread["coordinators"]) == (1, 2)
+    assert all(cell["sessions"] == 4 and cell["tokens_per_s"] > 0 and cell["rounds"] > 0 for cell in (alone, spread))
     # Half of the sessions are each one's.
-    assert 0 < cell["sessions_per_step"] <= 2
+    assert alone["sessions_per_step"] > 2 >= spread["sessions_per_step"] > 0
     for number in range(2):
         assert (tmp_path / f"coordinator-{number} of 1+1.log").is_file()
 
