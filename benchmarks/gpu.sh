@@ -9,9 +9,10 @@
 # Without names those of the first line, about twenty-five minutes on two GPUs; with one GPU leave out ranks,
 # end-to-end, replicas and arriving. Only by name: round-trips, longer links (three minutes); coordinators, one and two
 # before the same workers (four); long-prompts, of 8,192 and 32,768 tokens (four); both, a resident head beside a draft
-# worker, and one with one guess a round whose target has both GPUs (four); vllm, the same loads on vLLM, on both GPUs at
-# once (six; VLLM names its interpreter); four-gpus, and there a target on two of them (nine); pool, the candidate pool's
-# tests, sanitizers and figures (four); rounds, a target's rounds in process, with resident drafters too (nine).
+# worker, and one with one guess a round whose target has both GPUs (four); vllm, the same loads on vLLM, an engine on
+# each GPU (six on two; VLLM names its interpreter); four-gpus, and there a target on two of them (nine); pool, the
+# candidate pool's tests, sanitizers and figures (four); rounds, a target's rounds in process, with resident drafters
+# too (nine).
 # Conversations, by what recipes/smollm2/all.sh has written to the folder $SMOLLM2, four minutes each: chat-model,
 # chat-head and chat-block, drafters on the target's GPU; chat-two, the draft model on a second one; chat-vllm, four
 # runs of vLLM, one on each GPU that there is. The first of them writes the target, which takes two minutes more.
@@ -19,7 +20,7 @@
 # another interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB, as much again for conversations; default
 # FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,20s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks draft end-to-end replicas arriving one-gpu
@@ -78,13 +79,34 @@ chat() {
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
 }
 
-# chat_vllm GPU DRAFT_TOKENS: what chat measures, by vLLM
+# chat_vllm DRAFT_TOKENS: what chat measures, by vLLM
 chat_vllm() {
-    draft="--draft $checkpoints/smollm2-draft-160m --draft-tokens $2"
-    [ "$2" -gt 0 ] || draft=
     # shellcheck disable=SC2086  # options apart
-    part 330 "chat_vllm_$2" env CUDA_VISIBLE_DEVICES="$1" "${VLLM:-$python}" benchmarks/against_vllm.py \
-        --target "$checkpoints/smollm2-target-8b" $draft $conversations --output-json "$out/chat_vllm_$2.json"
+    part 330 "chat_vllm_$1" "${VLLM:-$python}" benchmarks/against_vllm.py --target "$checkpoints/smollm2-target-8b" \
+        $(drafting "$checkpoints/smollm2-draft-160m" "$1") $conversations --output-json "$out/chat_vllm_$1.json"
+}
+
+# drafting FOLDER DRAFT_TOKENS: options of that draft; none without draft tokens, for plain decoding
+drafting() {
+    [ "$2" -eq 0 ] || echo "--draft $1 --draft-tokens $2"
+}
+
+# each_k COMMAND: with 0, 2, 4 and 8 draft tokens, as many at a time as there are GPUs
+each_k() {
+    cards=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -s -d , -)}
+    gpus=$(echo "$cards" | tr , ' ' | wc -w) engines=
+    for draft_tokens in 0 2 4 8; do
+        CUDA_VISIBLE_DEVICES=$(echo "$cards" | cut -d , -f $(($(echo "$engines" | wc -w) + 1)))
+        export CUDA_VISIBLE_DEVICES
+        (failed=0; "$1" "$draft_tokens"; exit $failed) & engines="$engines $!"
+        if [ "$(echo "$engines" | wc -w)" -eq "$gpus" ] || [ "$draft_tokens" -eq 8 ]; then
+            for engine in $engines; do
+                wait "$engine" || failed=1
+            done
+            engines=
+        fi
+    done
+    CUDA_VISIBLE_DEVICES=$cards
 }
 
 # end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on three cores that never sleep
@@ -99,22 +121,20 @@ end_to_end() {
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
 }
 
-# resident NAME OPTION...: the widened target on one GPU with a drafter in it
+# resident NAME OPTION...: the widened target on one GPU with a drafter in it, first of sessions that take all it has
 resident() {
     report=$1
     shift
-    end_to_end "resident_$report" 150 --gpus 1 --setups resident --sessions 1 16 64 256 --temperatures 0 1 --warm-up 0.8 \
+    end_to_end "resident_$report" 150 --gpus 1 --setups resident --sessions 256 64 1 16 --temperatures 0 1 --warm-up 0.8 \
         --kv-bytes 36000000000 "$@"
 }
 
-# vllm GPU DRAFT_TOKENS: what end_to_end measures, by vLLM; without draft tokens, its plain decoding
+# vllm DRAFT_TOKENS: what end_to_end measures, by vLLM; a replica of several has its part of the sessions
 vllm() {
-    draft="--draft $checkpoints/draft-160m --draft-tokens $2"
-    [ "$2" -gt 0 ] || draft=
-    # shellcheck disable=SC2086  # options apart
-    part 150 "vllm_$2_gpu_$1" env CUDA_VISIBLE_DEVICES="$1" "${VLLM:-$python}" benchmarks/against_vllm.py \
-        --target "$checkpoints/target-8b" $draft --sessions 1 16 64 8 32 --temperatures 0 1 --prompt-tokens 1024 \
-        --max-new-tokens 768 --warm-up 1.2 --measure 2 --output-json "$out/vllm_$2_gpu_$1.json"
+    # shellcheck disable=SC2046  # options apart
+    part 200 "vllm_$1" "${VLLM:-$python}" benchmarks/against_vllm.py --target "$checkpoints/target-8b" \
+        $(drafting "$checkpoints/draft-160m" "$1") --sessions 16 64 32 48 1 8 --temperatures 0 1 --prompt-tokens 1024 \
+        --max-new-tokens 768 --warm-up 1.2 --measure 2 --output-json "$out/vllm_$1.json"
 }
 
 # rounds NAME SECONDS OPTION...: a target's rounds in process, with prompts of 1,024 tokens
@@ -209,11 +229,7 @@ for name in "$@"; do
                 --target-args="$awake --draft-branching 1 --max-draft-steps 1" ;;
         vllm) widened target 8b
             widened draft 160m
-            for draft_tokens in 0 2 4 8; do
-                (failed=0; vllm 0 "$draft_tokens"; exit $failed) & first=$!
-                vllm 1 "$draft_tokens"
-                wait $first || failed=1
-            done ;;
+            each_k vllm ;;
         chat-model) large draft 160m draft
             chat model resident draft-160m --gpus 1 --modes off async ;;
         chat-head) large eagle 8b eagle/head --of-target "$SMOLLM2/target"
@@ -224,18 +240,7 @@ for name in "$@"; do
             chat two 1+1 draft-160m --gpus 2 --modes async ;;
         chat-vllm) large target 8b target
             large draft 160m draft
-            cards=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -s -d , -)}
-            gpus=$(echo "$cards" | tr , ' ' | wc -w) engines=
-            for draft_tokens in 0 2 4 8; do
-                gpu=$(echo "$engines" | wc -w)
-                (failed=0; chat_vllm "$(echo "$cards" | cut -d , -f $((gpu + 1)))" "$draft_tokens"; exit $failed) & engines="$engines $!"
-                if [ $((gpu + 1)) -eq "$gpus" ] || [ "$draft_tokens" -eq 8 ]; then
-                    for engine in $engines; do
-                        wait "$engine" || failed=1
-                    done
-                    engines=
-                fi
-            done ;;
+            each_k chat_vllm ;;
         *) echo "unknown part: $name; run without arguments for the list" >&2; exit 2 ;;
     esac
 done
