@@ -59,6 +59,8 @@ from outrider.target_worker.rounds.session import Session
 _ROUNDS_AHEAD = 2
 # Rows of committed tokens beyond the usual by which a step is one that catches up.
 _CATCH_UP_ROWS = 256
+# Share of the newest round in the average of what prompts bring: of the order of a session's rounds.
+_PROMPTS_SHARE = 1 / 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -229,7 +231,6 @@ class _Step(NamedTuple):
         bucket: that it runs in.
         sessions: that it was launched for.
         verified: drafted sessions that the round verifies.
-        begun: those of them whose opening is computed, in this round's first step at the latest.
         trial_ns: of a step that is one more than pays, the time to expect.
     """
 
@@ -237,7 +238,6 @@ class _Step(NamedTuple):
     bucket: int
     sessions: int
     verified: int
-    begun: int
     trial_ns: float | None
 
 
@@ -298,6 +298,8 @@ class ResidentModel:
         # Rows of committed tokens that a step would have needed room for, until one that holds prompts is launched.
         self._unfit_rows = 0
         self._read = 0
+        # Tokens of the openings since the last round, and on average of a round.
+        self._opened, self._opened_average = 0, 0.0
         # By row: tokens of the opening that no launched step computes, and rows that the device may not know yet.
         self._opening, self._is_new = np.zeros(pool.sessions, np.int64), np.zeros(pool.sessions, np.bool_)
         self.is_drafted, self.counts_hits = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.bool_)
@@ -328,6 +330,7 @@ class ResidentModel:
         self.is_drafted[row] = is_drafted = session.is_drafted_by(self.source) and needed <= self._num_slots
         self._tokens, self._num_drafted = self._tokens + is_drafted * session.length, self._num_drafted + is_drafted
         self._grown[row], self._opening[row], self._is_new[row] = 0, session.length, True
+        self._opened += is_drafted * session.length
         self.counts_hits[row] = is_drafted and not session.sampling.is_synthetic
         program.describe_row(
             row,
@@ -364,6 +367,8 @@ class ResidentModel:
         Returns:
             How many.
         """
+        self._opened_average += _PROMPTS_SHARE * (self._opened - self._opened_average)
+        self._opened = 0
         # On the device all of them take part, also those that rest.
         drafted = [
             session
@@ -375,15 +380,15 @@ class ResidentModel:
             drafted = [session for session in drafted if session.is_prefilled]
         growing = [session for session in drafted if session.may_grow(self.source)]
         program = self._program
-        verified_rows = [session.row for session in growing if session.is_running or session.is_entering]
-        verified = len(verified_rows)
+        verified = sum(session.is_running or session.is_entering for session in growing)
         expected_ns = self._expected_ns(verified)
         # Beside prompts alone the drafter computes its own.
         count, is_trial, is_sync = min(len(growing), 1), False, any(session.is_sync for session in growing)
         if is_sync:
             count = self.pace.most
         elif verified:
-            count, is_trial = self.pace.choose(verified, expected_ns, rates), self.pace.is_trial
+            count = self.pace.choose(verified, expected_ns, rates, prompts_ns=self._prompts_ns())
+            is_trial = self.pace.is_trial
         count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in drafted)
         rows = np.array(sorted(session.row for session in drafted), np.int64)
@@ -397,8 +402,7 @@ class ResidentModel:
                 bucket = self._bucket_as_before(number, len(rows))
             program.launch(bucket, processes=processes, is_first=number == 0)
             trial_ns = expected_ns[number] if is_trial and number == count - 1 else None
-            begun = verified - int(np.count_nonzero(self._opening[verified_rows]))
-            self._under_way.append(_Step(number, bucket, len(rows), verified, begun, trial_ns))
+            self._under_way.append(_Step(number, bucket, len(rows), verified, trial_ns))
         self._rested = self._rested + 1 if len(rows) and not count else 0
         # Their records are in the round that comes next.
         self._is_new[rows] = False
@@ -468,6 +472,11 @@ class ResidentModel:
             found.append(step_ns)
         return found
 
+    def _prompts_ns(self) -> float:
+        """Return what prompts take on average before a round; 0 without graphs, whose steps are not told apart."""
+        times_ns = self._times.of_buckets(reads=False)
+        return self._opened_average * times_ns[-1] / self._program.buckets[-1].rows if times_ns else 0.0
+
     def read(self, count: int) -> int:
         """Read the oldest steps, after the report of the round that they were launched before.
 
@@ -494,23 +503,22 @@ class ResidentModel:
         elif gains[-1] >= 0 and all(gains[each.bucket] < 0 or self._reads(each.number) for each in self._under_way):
             # Otherwise it waits for slots, or a step under way has room.
             self._unfit_rows, self._first_rows = max(self._unfit_rows, needed), (0, 0)
-        step_ns, roots, expanded = ended - began, 0, 0.0
+        step_ns, expanded = ended - began, 0.0
         if rows:
             self.steps += 1
             columns = words.view(np.int32).copy()
             (grown_rows, _, grown), _, _ = self._expansions.read(columns, lines, self._is_counted, self._ids_used)
             np.add.at(self._grown, grown_rows, grown)
-            roots = int(np.count_nonzero(columns[2 * program.lines :][:lines] == 0))
+            roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
             expanded = roots + max(int(gains[step.bucket]), 0) / GAIN_SCALE
         if not step.number:
             # Else its sessions are not open yet.
-            self._has_begun = step.begun > 0 and (rows or needed) > 0
+            self._has_begun = step.verified > 0 and (rows or needed) > 0
         usual_rows = min(self._committed.of(step.verified) + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
         if self._has_begun and min(needed, rows) <= usual_rows:
             # The gain of a bucket that was too small is not known; where no bucket is large enough, slots are wanting.
             if gains[step.bucket] >= 0 or gains[-1] < 0:
-                # A root may have been reached by tokens that were counted as left.
-                self.pace.note_step(step.number, expanded=expanded, sessions=max(step.begun, roots))
+                self.pace.note_step(step.number, expanded=expanded, sessions=step.verified)
             if rows:
                 self._times.note(step.bucket, step.verified, step_ns, reads=self._reads(step.number))
         if step.trial_ns is not None:

@@ -2,16 +2,18 @@
 
 It is the number with the most expected tokens in the time of steps and round:
 
-    (sessions + accepted) / (time of the round + times of the steps)
+    (sessions + accepted) / (time of the round + times of the steps + time of prompts)
     accepted = hit rate x sum of the values that the steps expand, and hit rate x best share for each node's row at most
 
     value       of what a step expands, for each session: 1 for a root, else the chance that verification reaches the
                 node. Learned for a round's first step, and for each further one how much less it is than that of the
-                step before
+                step before. A first step expands no less than the roots that the last round has left without a node
     hit rate    share of the places with children at which the target's choice was one of them: a property of drafter
                 and text, whatever the load. Verified or not, so that it says what more rows would bring
     best share  of these hits, those of the likeliest child: where rows are few, a node is all that a place gets
     times       by bucket, of rounds and of steps, so that what was learned under one load serves under another
+    prompts     take the drafter as long in a round as all that have come lately take, spread over the rounds since:
+                sessions that come at once are worth what they cost for as long as they last
 
 A part of the time goes to one step more than pays, for some rounds on end, so that a drafter that has become better is
 noticed.
@@ -54,6 +56,8 @@ class DraftSteps:
         self.most = most
         # Value of the first step, and of each further one the ratio to the value of the one before.
         self._first, self._ratios = 1.0, np.full(most - 1, _PRIOR_RATIO)
+        # Share of the sessions of the newest round that have nothing below their last token.
+        self._bare = 0.0
         # The step of this round that was noted last: its number and its value.
         self._noted = (-1, 0.0)
         self._hits, self._places = _PRIOR_HITS * _MOST_PLACES / 8, _MOST_PLACES / 8
@@ -61,21 +65,24 @@ class DraftSteps:
         self._saved_ns, self._trial_rounds = 0.0, 0
         self.is_trial = False
 
-    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates) -> int:
+    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates, *, prompts_ns: float = 0.0) -> int:
         """Return how many steps to run before the next round.
 
         Args:
             sessions: that are drafted, and verified in that round.
             times_ns: of the first, second, .. step; none before anything was measured.
             rates: of rounds.
+            prompts_ns: what prompts take a round where steps run.
         """
         self.is_trial = False
         if not times_ns:
             return min(_FIRST_STEPS, self.most)
         hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self.most])
-        values = np.array([self._first, *self._ratios[: len(steps_ns) - 1]]).cumprod()
+        values = np.array([max(self._first, self._bare), *self._ratios[: len(steps_ns) - 1]]).cumprod()
         gained = hit_rate * sessions * _sums(values)
-        count = int(rates(gained, hit_rate * self._best / self._right, _sums(steps_ns)).argmax())
+        drafted_ns = _sums(steps_ns)
+        drafted_ns[1:] += prompts_ns
+        count = int(rates(gained, hit_rate * self._best / self._right, drafted_ns).argmax())
         if count == self.most:
             self._trial_rounds = 0
             return count
@@ -96,7 +103,7 @@ class DraftSteps:
         Args:
             number: of the steps before it in its round.
             expanded: sum of the values that it has expanded.
-            sessions: whose committed tokens it has computed: the others may expand nothing yet.
+            sessions: that it was launched for.
         """
         value, (last, before) = expanded / sessions, self._noted
         if not number:
@@ -109,15 +116,16 @@ class DraftSteps:
         """Take note of how much longer than expected a trial's step has taken: it may have had to catch up."""
         self._saved_ns -= max(excess_ns, 0.0)
 
-    def note_round(self, *, hits: int, misses: int, time_ns: float) -> None:
+    def note_round(self, *, bare: float, hits: int, misses: int, time_ns: float) -> None:
         """Learn from a round with verified rows.
 
         Args:
+            bare: share of its sessions that have no tree behind it.
             hits: places with children at which the target's choice was one of them.
             misses: places with children at which it was none.
             time_ns: of the round and the steps before it.
         """
-        self._noted = (-1, 0.0)
+        self._noted, self._bare = (-1, 0.0), bare
         self._hits, self._places = _faded(self._hits + hits, self._places + hits + misses)
         self._saved_ns += _EXPLORED * time_ns
 

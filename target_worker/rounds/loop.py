@@ -402,6 +402,7 @@ class RoundLoop:
             ends = own[ReportColumn.TREE_END]
             covered, counts = ends == TreeEnd.COVERED, self._drafter.counts_hits[own[ReportColumn.POOL_ROW]]
             self._drafter.pace.note_round(
+                bare=float(np.isin(ends, _LEFT).mean()) if ends.size else 0.0,
                 hits=int(own[ReportColumn.ACCEPTED].sum() + np.count_nonzero(covered & counts)),
                 misses=int(np.count_nonzero((ends == TreeEnd.MISSED) | (covered & ~counts))),
                 time_ns=round_ns + drafted_ns,

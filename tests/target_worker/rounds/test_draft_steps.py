@@ -8,6 +8,8 @@ import pytest
 from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats
 
 MS = 1e6
+# Rounds over which what prompts take is spread.
+PROMPT_ROUNDS = 512
 
 
 @dataclass
@@ -33,6 +35,13 @@ class World:
     def __post_init__(self) -> None:
         # Committed tokens of each session that no step has computed.
         self.gaps = np.zeros(self.sessions, np.int64)
+        # Time of the prompts that have come, on average of a round.
+        self.prompts_ns = 0.0
+
+    def open_all(self, prompt: int) -> None:
+        """Have all sessions begin with prompts of so many tokens."""
+        self.gaps += prompt
+        self.prompts_ns += self.sessions * prompt * self.chunk_ns / self.chunk / PROMPT_ROUNDS
 
     def expected_rates(self, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
         """As `RoundTimes.drafted_rates`: with the best number of nodes."""
@@ -62,7 +71,8 @@ class World:
         """Let rounds pass; return the steps before each, and tokens a nanosecond of all of them."""
         chosen, tokens, total_ns = [], 0, 0.0
         for _ in range(rounds):
-            steps = pace.choose(self.sessions, self.times_ns(), self.expected_rates)
+            steps = pace.choose(self.sessions, self.times_ns(), self.expected_rates, prompts_ns=self.prompts_ns)
+            self.prompts_ns -= self.prompts_ns / PROMPT_ROUNDS
             chosen.append(steps)
             # By session: how deep its tree is.
             drafted_ns, grown = 0.0, np.zeros(self.sessions, np.int64)
@@ -83,7 +93,9 @@ class World:
             round_ns = self.plain_ns + verified * self.node_ns
             # Below what has grown there are no places with children.
             misses = int((hits < grown).sum())
-            pace.note_round(hits=int(hits.sum()), misses=misses, time_ns=round_ns + drafted_ns)
+            covered = (right > nodes) & (grown > nodes)
+            bare = 1 - float(covered.mean())
+            pace.note_round(bare=bare, hits=int(hits.sum()), misses=misses, time_ns=round_ns + drafted_ns)
             # A place has one child.
             pace.note_hits(best=int(hits.sum()), hits=int(hits.sum()))
             tokens += self.sessions + accepted
@@ -186,6 +198,40 @@ def test_a_drafter_that_becomes_good_is_noticed(sessions: int):
     assert sum(map(world.rate, chosen[-200:])) / 200 > 0.95 * world.best
 
 
+def full_trees() -> DraftSteps:
+    """Steps that have found nothing to expand: rounds had rows for few of the nodes that there were."""
+    pace = DraftSteps()
+    for _ in range(100):
+        pace.note_step(0, expanded=0.0, sessions=256)
+        pace.note_round(bare=0.05, hits=95, misses=5, time_ns=17 * MS)
+        pace.note_hits(best=95, hits=95)
+    return pace
+
+
+@pytest.mark.parametrize("sessions", [1, 16, 64])
+def test_sessions_that_begin_are_drafted_however_full_the_trees_of_others_were(sessions: int):
+    pace, world = full_trees(), load(sessions, 0.9)
+    world.open_all(1024)
+    world.run(pace, 100)
+    chosen, rate = world.run(pace, 200)
+    assert min(chosen) > 1
+    assert rate > 0.9 * world.best
+
+
+def test_prompts_that_cost_more_than_steps_bring_are_left_alone():
+    pace, world = DraftSteps(), load(64, 0.6)
+    world.run(pace, 300)
+    assert 1.1 < world.best / world.rate(0) < 1.3
+
+    def chosen(prompts_ns: float) -> int:
+        # Now and then there is a step more.
+        steps_ns, rates = world.times_ns(), world.expected_rates
+        return min(pace.choose(64, steps_ns, rates, prompts_ns=prompts_ns) for _ in range(20))
+
+    assert chosen(0.05 * world.plain_ns) == 1
+    assert chosen(0.4 * world.plain_ns) == 0
+
+
 @pytest.mark.parametrize("depth", [2, 3, 5])
 def test_no_step_runs_where_trees_end(depth: int):
     """As of a block drafter, whose steps after the first are short."""
@@ -195,7 +241,7 @@ def test_no_step_runs_where_trees_end(depth: int):
         count = pace.choose(32, steps, world.expected_rates)
         for number in range(count):
             pace.note_step(number, expanded=32 * 0.9**number if number < depth else 0.0, sessions=32)
-        pace.note_round(hits=9 * depth, misses=depth, time_ns=1e7)
+        pace.note_round(bare=0.5, hits=9 * depth, misses=depth, time_ns=1e7)
         pace.note_hits(best=9 * depth, hits=9 * depth)
     chosen = [pace.choose(32, steps, world.expected_rates) for _ in range(20)]
     assert max(chosen) <= depth + 1
@@ -211,7 +257,7 @@ def test_a_row_brings_no_more_than_the_likeliest_child():
 
     for best in (90, 10):
         for _ in range(20):
-            pace.note_round(hits=80, misses=20, time_ns=1e7)
+            pace.note_round(bare=1.0, hits=80, misses=20, time_ns=1e7)
             pace.note_hits(best=best, hits=100)
         pace.choose(4, [1e5] * MOST_STEPS, rates)
     assert yields == pytest.approx([0.8 * 0.9, 0.8 * 0.1], rel=0.05)
@@ -225,7 +271,7 @@ def test_a_step_that_was_not_noted_says_nothing_of_the_next():
         return gained / (1e6 + drafted_ns)
 
     pace.note_step(0, expanded=1.0, sessions=1)
-    pace.note_round(hits=1, misses=0, time_ns=1e6)
+    pace.note_round(bare=1.0, hits=1, misses=0, time_ns=1e6)
     pace.choose(1, [1e5] * MOST_STEPS, rates)
     # The first step of this round has caught up with a prompt.
     pace.note_step(1, expanded=0.01, sessions=1)

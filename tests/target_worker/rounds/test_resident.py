@@ -180,30 +180,29 @@ def test_short_requests_teach_the_pace_nothing_wrong(checkpoint: Path, draft_fol
     assert counts[-1] > 2
 
 
-class NotedSteps(FixedSteps):
-    """Steps of a fixed number, and what is learned of them: number, expanded values, sessions."""
+class BareShares(FixedSteps):
+    """Steps of a fixed number, and the shares of sessions without a tree behind each round."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
-        self.noted = list[tuple[int, float, int]]()
+        self.bare = list[float]()
 
-    def note_step(self, number: int, *, expanded: float, sessions: int) -> None:
-        self.noted.append((number, expanded, sessions))
+    def note_round(self, *, bare: float, hits: int, misses: int, time_ns: float) -> None:
+        self.bare.append(bare)
 
 
-def test_sessions_whose_prompts_are_not_computed_say_nothing_of_what_steps_are_worth(checkpoint: Path, reference_model):
+@pytest.mark.parametrize("steps", [0, 2])
+def test_sessions_whose_prompts_are_not_computed_have_no_tree(steps: int, checkpoint: Path, reference_model):
     resident = Resident(checkpoint, checkpoint, prefill_tokens=32)
-    resident.drafter.pace = pace = NotedSteps(2)
+    resident.drafter.pace = pace = BareShares(steps)
     prompt, driver = [*PROMPT, *range(50)], Driver(resident.loop)
     for number in range(3):
         wanted = plain_decode(reference_model, prompt, GREEDY).tokens
         driver.open(number, GREEDY, wanted, no_tree, prompt=prompt)
     driver.run()
-    firsts = [(expanded, sessions) for number, expanded, sessions in pace.noted if not number]
     # Three are verified from the first round on, and the drafter needs six to compute their prompts.
-    assert firsts[0] == (1, 1)
-    assert (3, 3) in firsts
-    assert all(expanded == sessions for expanded, sessions in firsts)
+    assert pace.bare[:2] == [1, 1]
+    assert min(pace.bare) == (0 if steps else 1)
 
 
 def test_a_session_that_finds_no_room_is_not_drafted_and_takes_none(
@@ -351,7 +350,7 @@ class CountedHits(FixedSteps):
         super().__init__(steps)
         self.hits = self.misses = 0
 
-    def note_round(self, *, hits: int, misses: int, time_ns: float) -> None:
+    def note_round(self, *, bare: float, hits: int, misses: int, time_ns: float) -> None:
         self.hits, self.misses = self.hits + hits, self.misses + misses
 
 
