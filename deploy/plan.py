@@ -386,14 +386,17 @@ def _place_drafter(config: DeployConfig, draft: ModelFiles | None, gpus: int | N
     if config.drafter_placement is not None or config.drafts == 0 or config.draft_source == "ngram":
         return config, ""
     each, placement = asked_target_gpus(config), "worker"
+    each = 1.0 if each is None else each
     if config.worker_options:
         why = f", as --{next(iter(config.worker_options)).replace('_', '-')} asks"
     elif gpus is None:
         why = ", as GPUs are a cluster's"
     elif gpus == 0:
         why = ", as there is no GPU"
-    elif gpus - config.targets * (1.0 if each is None else each) >= 1:
-        why = ", as a GPU is left for it"
+    elif gpus - config.targets * each >= 1:
+        why, most = ", as a GPU is left for it", int(gpus / each) if each else 0
+        if most > config.targets:
+            why += f" (for many sessions: --targets {most}, each with the draft inside)"
     else:
         placement, why = "resident", ", as there is one GPU" if gpus == 1 else f", as targets take all {gpus} GPUs"
     return dataclasses.replace(config, drafter_placement=placement), why

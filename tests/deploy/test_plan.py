@@ -90,13 +90,17 @@ def test_a_draft_model_has_a_worker_where_a_gpu_is_left_for_it(monkeypatch: pyte
     assert placed(target_gpus=0.0) == ("worker", 1)
     have_gpus(monkeypatch, 2)
     assert placed() == ("worker", 1)
-    assert "in a worker of its own, as a GPU is left for it" in line(DeployConfig(port=0), "drafter")
+    chosen = line(DeployConfig(port=0), "drafter")
+    assert "in a worker of its own, as a GPU is left for it (for many sessions: --targets 2, each with" in chosen
     assert placed(drafter_placement="resident") == ("resident", 0)
     assert "as" not in line(DeployConfig(port=0, drafter_placement="worker"), "drafter").partition("  [")[0].split()
     wide: tuple[dict[str, Any], ...] = ({"targets": 2}, {"tensor_parallel_size": 2})
     for options in wide:
         assert placed(**options) == ("resident", 0)
         assert "as targets take all 2 GPUs" in line(DeployConfig(port=0, **options), "drafter")
+    have_gpus(monkeypatch, 3)
+    # One more does not make another target.
+    assert "as a GPU is left for it  [" in line(DeployConfig(port=0, tensor_parallel_size=2), "drafter")
 
 
 @pytest.mark.parametrize(
