@@ -96,9 +96,8 @@ each_k() {
     cards=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -s -d , -)}
     gpus=$(echo "$cards" | tr , ' ' | wc -w) engines=
     for draft_tokens in 0 2 4 8; do
-        CUDA_VISIBLE_DEVICES=$(echo "$cards" | cut -d , -f $(($(echo "$engines" | wc -w) + 1)))
-        export CUDA_VISIBLE_DEVICES
-        (failed=0; "$1" "$draft_tokens"; exit $failed) & engines="$engines $!"
+        card=$(echo "$cards" | cut -d , -f $(($(echo "$engines" | wc -w) + 1)))
+        (failed=0; export CUDA_VISIBLE_DEVICES="$card"; "$1" "$draft_tokens"; exit $failed) & engines="$engines $!"
         if [ "$(echo "$engines" | wc -w)" -eq "$gpus" ] || [ "$draft_tokens" -eq 8 ]; then
             for engine in $engines; do
                 wait "$engine" || failed=1
@@ -106,7 +105,6 @@ each_k() {
             engines=
         fi
     done
-    CUDA_VISIBLE_DEVICES=$cards
 }
 
 # end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on three cores that never sleep
@@ -121,7 +119,7 @@ end_to_end() {
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
 }
 
-# resident NAME OPTION...: the widened target on one GPU with a drafter in it, first of sessions that take all it has
+# resident NAME OPTION...: the widened target on one GPU with a drafter in it, the most sessions first
 resident() {
     report=$1
     shift
@@ -129,7 +127,7 @@ resident() {
         --kv-bytes 36000000000 "$@"
 }
 
-# vllm DRAFT_TOKENS: what end_to_end measures, by vLLM; a replica of several has its part of the sessions
+# vllm DRAFT_TOKENS: what end_to_end measures, by vLLM; 32 and 48 sessions are a replica's part of more
 vllm() {
     # shellcheck disable=SC2046  # options apart
     part 200 "vllm_$1" "${VLLM:-$python}" benchmarks/against_vllm.py --target "$checkpoints/target-8b" \

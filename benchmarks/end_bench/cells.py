@@ -12,8 +12,8 @@ from typing import Any, Self
 _FIRST_MODES = ("off", "async", "sync")
 # Roles at the other end of a coordinator's links.
 LINKS = ("draft", "target")
-_COUNTED = re.compile(r"(\d)\+(\d)")
-_RESIDENT = re.compile(r"(?:(\d)x)?resident")
+_COUNTED = re.compile(r"(\d)\+([1-9])")
+_RESIDENT = re.compile(r"(?:([2-9])x)?resident")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class Setup:
         """
         if name == "shared":
             return cls(name=name, drafts=1, targets=1, on_one_gpu=True)
-        if (resident := _RESIDENT.fullmatch(name)) and resident[1] != "0":
+        if resident := _RESIDENT.fullmatch(name):
             return cls(name=name, drafts=0, targets=int(resident[1] or 1), is_resident=True)
         counts = _COUNTED.fullmatch(name)
-        if counts is None or counts[2] == "0":
+        if counts is None:
             raise ValueError(f"{name}: shared, resident, 4xresident, or DRAFTS+TARGETS needed, such as 1+3")
         return cls(name=name, drafts=int(counts[1]), targets=int(counts[2]))
 
@@ -119,7 +119,7 @@ class Plan:
         only_synthetic: no other drafts with the first setup.
         round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
         turns: how often all of it.
-        coordinators: of each setup, as many as sessions are spread over in a cell.
+        coordinators: numbers of those that sessions are spread over: every cell once with each.
         target_gpus: of each target.
         gpus: that there are.
     """

@@ -188,7 +188,7 @@ class Bench:
         prompts: of the requests.
         max_new_tokens: of every request.
         measure_s: how long a cell is looked at.
-        prefilled: of each setup, prompts that its targets have seen.
+        prefilled: prompts that the targets of a setup have seen from so many coordinators, which spread them otherwise.
     """
 
     services: Services
@@ -196,7 +196,7 @@ class Bench:
     prompts: Prompts
     max_new_tokens: int
     measure_s: float
-    prefilled: dict[Setup, int] = field(default_factory=dict)
+    prefilled: dict[tuple[Setup, int], int] = field(default_factory=dict)
 
     def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
         """Measure one cell, after this many seconds of its load."""
@@ -220,10 +220,11 @@ class Bench:
         )
         # The first ones; all conversations, which are short.
         first = max(cell.sessions, len(self.prompts.categories))
-        if first > self.prefilled.get(cell.setup, 0):
+        way = cell.setup, cell.coordinators
+        if first > self.prefilled.get(way, 0):
             begin_s += self._prefill(replace(load, sessions=first))
             load = replace(load, begin_s=begin_s, end_s=begin_s + self.measure_s)
-            self.prefilled[cell.setup] = first
+            self.prefilled[way] = first
         futures = self.drivers.drive(load)
         time.sleep(max(0.0, load.begin_s - time.monotonic()))
         before = self.services.totals(cell.setup)

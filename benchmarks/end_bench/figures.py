@@ -203,12 +203,12 @@ def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
     for one in cells:
         if one.cell.mode == "off" and one.cell.setup.targets == 1:
             # The first is that of the setup that others are compared with.
-            plain.setdefault(_load(one.cell), one.tokens_per_s)
-    rates = [plain.get(_load(one.cell)) for one in cells]
+            plain.setdefault(_compared_by(one.cell), one.tokens_per_s)
+    rates = [plain.get(_compared_by(one.cell)) for one in cells]
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]
 
 
-def _load(cell: Cell) -> tuple[int, int, int, float]:
+def _compared_by(cell: Cell) -> tuple[int, int, int, float]:
     return cell.turn, cell.coordinators, cell.sessions, cell.temperature
 
 

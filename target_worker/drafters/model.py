@@ -52,15 +52,13 @@ from outrider.kernels.sampling.rows import SampledRows
 from outrider.kernels.verification.report import RoundTime, mark_time
 from outrider.kernels.verification.walk import COUNTED_KINDS
 from outrider.target_worker.drafters.step_times import StepTimes
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, RoundRates
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, PromptShare, RoundRates
 from outrider.target_worker.rounds.session import Session
 
 # Rounds whose steps are launched, and not read: the one under way and the next.
 _ROUNDS_AHEAD = 2
 # Rows of committed tokens beyond the usual by which a step is one that catches up.
 _CATCH_UP_ROWS = 256
-# Share of the newest round in the average of what prompts bring: of the order of a session's rounds.
-_PROMPTS_SHARE = 1 / 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -262,6 +260,7 @@ class ResidentModel:
         is_drafted: [S] bool, rows whose sessions it may grow.
         counts_hits: [S] bool, those of them whose tokens tell whether its nodes are right: not under the
             synthetic rule.
+        has_room: whether there were slots for all sessions when steps ran last.
     """
 
     def __init__(
@@ -294,12 +293,11 @@ class ResidentModel:
         # Steps that are not read, oldest first.
         self._under_way: deque[_Step] = deque()
         # Rounds since the last one with steps, and whether steps of the round that is read had anything to do.
-        self._rested, self._has_begun = 0, False
+        self._rested, self._has_begun, self.has_room = 0, False, True
         # Rows of committed tokens that a step would have needed room for, until one that holds prompts is launched.
         self._unfit_rows = 0
         self._read = 0
-        # Tokens of the openings since the last round, and on average of a round.
-        self._opened, self._opened_average = 0, 0.0
+        self._prompts = PromptShare()
         # By row: tokens of the opening that no launched step computes, and rows that the device may not know yet.
         self._opening, self._is_new = np.zeros(pool.sessions, np.int64), np.zeros(pool.sessions, np.bool_)
         self.is_drafted, self.counts_hits = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.bool_)
@@ -330,7 +328,7 @@ class ResidentModel:
         self.is_drafted[row] = is_drafted = session.is_drafted_by(self.source) and needed <= self._num_slots
         self._tokens, self._num_drafted = self._tokens + is_drafted * session.length, self._num_drafted + is_drafted
         self._grown[row], self._opening[row], self._is_new[row] = 0, session.length, True
-        self._opened += is_drafted * session.length
+        self._prompts.note_prompt(is_drafted * session.length)
         self.counts_hits[row] = is_drafted and not session.sampling.is_synthetic
         program.describe_row(
             row,
@@ -367,8 +365,6 @@ class ResidentModel:
         Returns:
             How many.
         """
-        self._opened_average += _PROMPTS_SHARE * (self._opened - self._opened_average)
-        self._opened = 0
         # On the device all of them take part, also those that rest.
         drafted = [
             session
@@ -381,13 +377,13 @@ class ResidentModel:
         growing = [session for session in drafted if session.may_grow(self.source)]
         program = self._program
         verified = sum(session.is_running or session.is_entering for session in growing)
-        expected_ns = self._expected_ns(verified)
+        expected_ns, prompt_ns = self._expected_ns(verified), self._prompts.next_round(verified) * self._prompt_row_ns()
         # Beside prompts alone the drafter computes its own.
         count, is_trial, is_sync = min(len(growing), 1), False, any(session.is_sync for session in growing)
         if is_sync:
             count = self.pace.most
         elif verified:
-            count = self.pace.choose(verified, expected_ns, rates, prompts_ns=self._prompts_ns())
+            count = self.pace.choose(verified, expected_ns, rates, prompt_ns=prompt_ns)
             is_trial = self.pace.is_trial
         count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
         processes = any(session.sampling.has_processors for session in drafted)
@@ -472,10 +468,10 @@ class ResidentModel:
             found.append(step_ns)
         return found
 
-    def _prompts_ns(self) -> float:
-        """Return what prompts take on average before a round; 0 without graphs, whose steps are not told apart."""
+    def _prompt_row_ns(self) -> float:
+        """Return what a prompt's token takes in the widest step; 0 without graphs, whose steps are not told apart."""
         times_ns = self._times.of_buckets(reads=False)
-        return self._opened_average * times_ns[-1] / self._program.buckets[-1].rows if times_ns else 0.0
+        return times_ns[-1] / self._growth.max_step_tokens if times_ns else 0.0
 
     def read(self, count: int) -> int:
         """Read the oldest steps, after the report of the round that they were launched before.
@@ -503,22 +499,23 @@ class ResidentModel:
         elif gains[-1] >= 0 and all(gains[each.bucket] < 0 or self._reads(each.number) for each in self._under_way):
             # Otherwise it waits for slots, or a step under way has room.
             self._unfit_rows, self._first_rows = max(self._unfit_rows, needed), (0, 0)
-        step_ns, expanded = ended - began, 0.0
+        step_ns, roots, expanded = ended - began, 0, 0.0
         if rows:
             self.steps += 1
             columns = words.view(np.int32).copy()
             (grown_rows, _, grown), _, _ = self._expansions.read(columns, lines, self._is_counted, self._ids_used)
             np.add.at(self._grown, grown_rows, grown)
-            roots = np.count_nonzero(columns[2 * program.lines :][:lines] == 0)
+            roots = int(np.count_nonzero(columns[2 * program.lines :][:lines] == 0))
             expanded = roots + max(int(gains[step.bucket]), 0) / GAIN_SCALE
         if not step.number:
             # Else its sessions are not open yet.
-            self._has_begun = step.verified > 0 and (rows or needed) > 0
+            self._has_begun, self.has_room = step.verified > 0 and (rows or needed) > 0, gains[-1] >= 0
         usual_rows = min(self._committed.of(step.verified) + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
         if self._has_begun and min(needed, rows) <= usual_rows:
             # The gain of a bucket that was too small is not known; where no bucket is large enough, slots are wanting.
             if gains[step.bucket] >= 0 or gains[-1] < 0:
-                self.pace.note_step(step.number, expanded=expanded, sessions=step.verified)
+                # Sessions that are held, or wait for a turn alone, are grown as well.
+                self.pace.note_step(step.number, expanded=expanded, sessions=max(step.verified, roots))
             if rows:
                 self._times.note(step.bucket, step.verified, step_ns, reads=self._reads(step.number))
         if step.trial_ns is not None:
@@ -532,6 +529,7 @@ class ResidentModel:
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the calibration what a round has committed, once the steps before it have been read."""
+        self._prompts.note_committed(len(tokens) * bool(self.is_drafted[row]))
         seen = self._expansions.commit(row, np.array(tokens, np.int64))
         if self._regrows:
             # The new root is expanded as a root, whatever it was before.

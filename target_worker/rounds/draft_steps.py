@@ -1,19 +1,19 @@
 """The number of growth steps of a resident drafter that pay before a round.
 
-It is the number with the most expected tokens in the time of steps and round:
+It is the number with the least expected time for each committed token:
 
-    (sessions + accepted) / (time of the round + times of the steps + time of prompts)
+    (time of the round + times of the steps) / (sessions + accepted), and where there are steps, time of prompts
     accepted = hit rate x sum of the values that the steps expand, and hit rate x best share for each node's row at most
 
     value       of what a step expands, for each session: 1 for a root, else the chance that verification reaches the
                 node. Learned for a round's first step, and for each further one how much less it is than that of the
-                step before. A first step expands no less than the roots that the last round has left without a node
+                step before. For the first step at least the share of sessions without a tree behind the newest round:
+                those of others may be full, and say nothing of sessions that begin
     hit rate    share of the places with children at which the target's choice was one of them: a property of drafter
                 and text, whatever the load. Verified or not, so that it says what more rows would bring
     best share  of these hits, those of the likeliest child: where rows are few, a node is all that a place gets
     times       by bucket, of rounds and of steps, so that what was learned under one load serves under another
-    prompts     take the drafter as long in a round as all that have come lately take, spread over the rounds since:
-                sessions that come at once are worth what they cost for as long as they last
+    prompts     the drafter computes them, too: a time for each committed token that steps have to be worth
 
 A part of the time goes to one step more than pays, for some rounds on end, so that a drafter that has become better is
 noticed.
@@ -32,6 +32,8 @@ _STEP_SHARE = 0.1
 _MOST_PLACES = 128
 # A step's value after the one before it, hit rate and best share, before anything was measured.
 _PRIOR_RATIO, _PRIOR_HITS, _PRIOR_BEST = 0.8, 0.6, 0.8
+# Share of the newest round in the averages of prompts and committed tokens.
+_PROMPTS_SHARE = 1 / 512
 # Part of the rounds' time for steps that are not known to pay, and rounds of a trial: the first may have to catch up.
 _EXPLORED, _TRIAL_ROUNDS = 0.01, 3
 
@@ -56,7 +58,7 @@ class DraftSteps:
         self.most = most
         # Value of the first step, and of each further one the ratio to the value of the one before.
         self._first, self._ratios = 1.0, np.full(most - 1, _PRIOR_RATIO)
-        # Share of the sessions of the newest round that have nothing below their last token.
+        # Share of sessions without a tree behind the newest round.
         self._bare = 0.0
         # The step of this round that was noted last: its number and its value.
         self._noted = (-1, 0.0)
@@ -65,14 +67,14 @@ class DraftSteps:
         self._saved_ns, self._trial_rounds = 0.0, 0
         self.is_trial = False
 
-    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates, *, prompts_ns: float = 0.0) -> int:
+    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates, *, prompt_ns: float) -> int:
         """Return how many steps to run before the next round.
 
         Args:
             sessions: that are drafted, and verified in that round.
             times_ns: of the first, second, .. step; none before anything was measured.
             rates: of rounds.
-            prompts_ns: what prompts take a round where steps run.
+            prompt_ns: what prompts take for each committed token, where steps run.
         """
         self.is_trial = False
         if not times_ns:
@@ -80,9 +82,10 @@ class DraftSteps:
         hit_rate, steps_ns = self._hits / self._places, np.array(times_ns[: self.most])
         values = np.array([max(self._first, self._bare), *self._ratios[: len(steps_ns) - 1]]).cumprod()
         gained = hit_rate * sessions * _sums(values)
-        drafted_ns = _sums(steps_ns)
-        drafted_ns[1:] += prompts_ns
-        count = int(rates(gained, hit_rate * self._best / self._right, drafted_ns).argmax())
+        with np.errstate(divide="ignore"):
+            token_ns = 1 / rates(gained, hit_rate * self._best / self._right, _sums(steps_ns))
+        token_ns[1:] += prompt_ns
+        count = int(token_ns.argmin())
         if count == self.most:
             self._trial_rounds = 0
             return count
@@ -103,7 +106,7 @@ class DraftSteps:
         Args:
             number: of the steps before it in its round.
             expanded: sum of the values that it has expanded.
-            sessions: that it was launched for.
+            sessions: that the round verifies, or those with such nodes if they are more.
         """
         value, (last, before) = expanded / sessions, self._noted
         if not number:
@@ -120,7 +123,7 @@ class DraftSteps:
         """Learn from a round with verified rows.
 
         Args:
-            bare: share of its sessions that have no tree behind it.
+            bare: share of its sessions that a step can give a tree, and that have none behind it.
             hits: places with children at which the target's choice was one of them.
             misses: places with children at which it was none.
             time_ns: of the round and the steps before it.
@@ -132,6 +135,34 @@ class DraftSteps:
     def note_hits(self, *, best: int, hits: int) -> None:
         """Learn how many of the hits on the way of committed tokens were those of the likeliest child."""
         self._best, self._right = _faded(self._best + best, self._right + hits)
+
+
+class PromptShare:
+    """Tokens of the prompts that a drafter has to compute, for each committed token of its sessions.
+
+    Both are averages over some hundred rounds, so that prompts that come at once are paid for by all that follows them.
+    """
+
+    def __init__(self) -> None:
+        # Since the last round; averages of rounds.
+        self._prompts = self._committed = 0
+        self._prompts_average = self._committed_average = 0.0
+
+    def note_prompt(self, tokens: int) -> None:
+        """Take note of a session that begins with so many tokens."""
+        self._prompts += tokens
+
+    def note_committed(self, tokens: int) -> None:
+        """Take note of tokens that a round has committed."""
+        self._committed += tokens
+
+    def next_round(self, sessions: int) -> float:
+        """Return the ratio for the next round, of so many sessions: each of them commits a token at least."""
+        self._committed_average = self._committed_average or float(sessions)
+        self._prompts_average += _PROMPTS_SHARE * (self._prompts - self._prompts_average)
+        self._committed_average += _PROMPTS_SHARE * (self._committed - self._committed_average)
+        self._prompts = self._committed = 0
+        return self._prompts_average / self._committed_average if self._committed_average else 0.0
 
 
 def _faded(part: float, whole: float) -> tuple[float, float]:

@@ -401,8 +401,9 @@ class RoundLoop:
             own = columns[:, self._drafter.is_drafted[columns[ReportColumn.POOL_ROW]]]
             ends = own[ReportColumn.TREE_END]
             covered, counts = ends == TreeEnd.COVERED, self._drafter.counts_hits[own[ReportColumn.POOL_ROW]]
+            bare = np.isin(ends, _LEFT) & self._drafter.has_room
             self._drafter.pace.note_round(
-                bare=float(np.isin(ends, _LEFT).mean()) if ends.size else 0.0,
+                bare=float(bare.mean()) if bare.size else 1.0,
                 hits=int(own[ReportColumn.ACCEPTED].sum() + np.count_nonzero(covered & counts)),
                 misses=int(np.count_nonzero((ends == TreeEnd.MISSED) | (covered & ~counts))),
                 time_ns=round_ns + drafted_ns,

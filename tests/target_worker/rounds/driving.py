@@ -83,7 +83,7 @@ class FixedSteps(DraftSteps):
         super().__init__()
         self.steps = steps
 
-    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates, **_prompts: float) -> int:
+    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates, *, prompt_ns: float) -> int:
         return self.steps
 
 

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats, PromptShare
 
 MS = 1e6
-# Rounds over which what prompts take is spread.
-PROMPT_ROUNDS = 512
 
 
 @dataclass
@@ -30,18 +29,22 @@ class World:
     pass_ns: float = 0.0
     chunk: int = 2048
     chunk_ns: float = 3 * MS
+    # Of sessions that end and begin anew: tokens of a prompt and of an answer.
+    prompt: int = 0
+    answer: int | None = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
 
     def __post_init__(self) -> None:
         # Committed tokens of each session that no step has computed.
         self.gaps = np.zeros(self.sessions, np.int64)
-        # Time of the prompts that have come, on average of a round.
-        self.prompts_ns = 0.0
+        self.lengths, self.prompts = np.zeros(self.sessions, np.int64), PromptShare()
+        if self.prompt:
+            self.begin(np.ones(self.sessions, np.bool_))
 
-    def open_all(self, prompt: int) -> None:
-        """Have all sessions begin with prompts of so many tokens."""
-        self.gaps += prompt
-        self.prompts_ns += self.sessions * prompt * self.chunk_ns / self.chunk / PROMPT_ROUNDS
+    def begin(self, sessions: npt.NDArray[np.bool_]) -> None:
+        """Have sessions begin with a prompt."""
+        self.gaps[sessions], self.lengths[sessions] = self.prompt, 0
+        self.prompts.note_prompt(self.prompt * int(sessions.sum()))
 
     def expected_rates(self, gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
         """As `RoundTimes.drafted_rates`: with the best number of nodes."""
@@ -71,8 +74,8 @@ class World:
         """Let rounds pass; return the steps before each, and tokens a nanosecond of all of them."""
         chosen, tokens, total_ns = [], 0, 0.0
         for _ in range(rounds):
-            steps = pace.choose(self.sessions, self.times_ns(), self.expected_rates, prompts_ns=self.prompts_ns)
-            self.prompts_ns -= self.prompts_ns / PROMPT_ROUNDS
+            prompt_ns = self.prompts.next_round(self.sessions) * self.chunk_ns / self.chunk
+            steps = pace.choose(self.sessions, self.times_ns(), self.expected_rates, prompt_ns=prompt_ns)
             chosen.append(steps)
             # By session: how deep its tree is.
             drafted_ns, grown = 0.0, np.zeros(self.sessions, np.int64)
@@ -100,8 +103,12 @@ class World:
             pace.note_hits(best=int(hits.sum()), hits=int(hits.sum()))
             tokens += self.sessions + accepted
             total_ns += round_ns + drafted_ns
+            self.prompts.note_committed(self.sessions + accepted)
+            self.lengths += 1 + np.minimum(hits, nodes)
             # The next step takes what follows a tree along with its first nodes.
             self.gaps += np.where(grown > 0, 0, 1)
+            if self.answer is not None:
+                self.begin(self.lengths >= self.answer)
         return chosen, tokens / total_ns
 
     def _catch_up(self) -> bool:
@@ -133,8 +140,8 @@ LOADS = {
 }
 
 
-def load(sessions: int, acceptance: float) -> World:
-    return World(acceptance=acceptance, sessions=sessions, **LOADS[sessions])
+def load(sessions: int, acceptance: float, *, prompt: int = 0, answer: int | None = None) -> World:
+    return World(acceptance=acceptance, sessions=sessions, prompt=prompt, answer=answer, **LOADS[sessions])
 
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
@@ -210,26 +217,42 @@ def full_trees() -> DraftSteps:
 
 @pytest.mark.parametrize("sessions", [1, 16, 64])
 def test_sessions_that_begin_are_drafted_however_full_the_trees_of_others_were(sessions: int):
-    pace, world = full_trees(), load(sessions, 0.9)
-    world.open_all(1024)
+    pace, world = full_trees(), load(sessions, 0.9, prompt=1024)
     world.run(pace, 100)
     chosen, rate = world.run(pace, 200)
     assert min(chosen) > 1
     assert rate > 0.9 * world.best
 
 
-def test_prompts_that_cost_more_than_steps_bring_are_left_alone():
-    pace, world = DraftSteps(), load(64, 0.6)
-    world.run(pace, 300)
-    assert 1.1 < world.best / world.rate(0) < 1.3
+@pytest.mark.parametrize(("prompt", "answer"), [(1024, 768), (1024, 64), (4096, 256)])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.7])
+@pytest.mark.parametrize("sessions", [16, 64, 256])
+def test_what_prompts_cost_is_part_of_what_steps_have_to_be_worth(
+    sessions: int, acceptance: float, prompt: int, answer: int
+):
+    pace, world = DraftSteps(), load(sessions, acceptance, prompt=prompt, answer=answer)
+    world.run(pace, 400)
+    _, rate = world.run(pace, 800)
+    assert rate > 0.97 * world.rate(0)
 
-    def chosen(prompts_ns: float) -> int:
-        # Now and then there is a step more.
-        steps_ns, rates = world.times_ns(), world.expected_rates
-        return min(pace.choose(64, steps_ns, rates, prompts_ns=prompts_ns) for _ in range(20))
 
-    assert chosen(0.05 * world.plain_ns) == 1
-    assert chosen(0.4 * world.plain_ns) == 0
+def test_prompts_that_come_at_once_are_paid_for_by_what_follows():
+    share = PromptShare()
+    share.note_prompt(64 * 1024)
+    assert share.next_round(64) == pytest.approx(2, rel=0.01)
+    ratios = list[float]()
+    for _ in range(3000):
+        share.note_committed(128)
+        ratios.append(share.next_round(64))
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[-1] < 0.01
+    # Each of 64 sessions has a prompt of 1,024 for 256 tokens.
+    for _ in range(3000):
+        share.note_prompt(64 * 4)
+        share.note_committed(64)
+        last = share.next_round(64)
+    assert last == pytest.approx(4, rel=0.05)
+    assert PromptShare().next_round(0) == 0
 
 
 @pytest.mark.parametrize("depth", [2, 3, 5])
@@ -238,12 +261,12 @@ def test_no_step_runs_where_trees_end(depth: int):
     pace, steps = DraftSteps(), [2e5] * MOST_STEPS
     world = World(0.9, plain_ns=1e7, step_ns=2e5, sessions=32)
     for _ in range(400):
-        count = pace.choose(32, steps, world.expected_rates)
+        count = pace.choose(32, steps, world.expected_rates, prompt_ns=0.0)
         for number in range(count):
             pace.note_step(number, expanded=32 * 0.9**number if number < depth else 0.0, sessions=32)
         pace.note_round(bare=0.5, hits=9 * depth, misses=depth, time_ns=1e7)
         pace.note_hits(best=9 * depth, hits=9 * depth)
-    chosen = [pace.choose(32, steps, world.expected_rates) for _ in range(20)]
+    chosen = [pace.choose(32, steps, world.expected_rates, prompt_ns=0.0) for _ in range(20)]
     assert max(chosen) <= depth + 1
     assert sorted(chosen)[10] == depth
 
@@ -259,7 +282,7 @@ def test_a_row_brings_no_more_than_the_likeliest_child():
         for _ in range(20):
             pace.note_round(bare=1.0, hits=80, misses=20, time_ns=1e7)
             pace.note_hits(best=best, hits=100)
-        pace.choose(4, [1e5] * MOST_STEPS, rates)
+        pace.choose(4, [1e5] * MOST_STEPS, rates, prompt_ns=0.0)
     assert yields == pytest.approx([0.8 * 0.9, 0.8 * 0.1], rel=0.05)
 
 
@@ -272,14 +295,14 @@ def test_a_step_that_was_not_noted_says_nothing_of_the_next():
 
     pace.note_step(0, expanded=1.0, sessions=1)
     pace.note_round(bare=1.0, hits=1, misses=0, time_ns=1e6)
-    pace.choose(1, [1e5] * MOST_STEPS, rates)
+    pace.choose(1, [1e5] * MOST_STEPS, rates, prompt_ns=0.0)
     # The first step of this round has caught up with a prompt.
     pace.note_step(1, expanded=0.01, sessions=1)
-    pace.choose(1, [1e5] * MOST_STEPS, rates)
+    pace.choose(1, [1e5] * MOST_STEPS, rates, prompt_ns=0.0)
     assert expected[0] == expected[1]
 
 
 def test_before_anything_is_known_some_steps_run_and_without_sessions_none():
     pace = DraftSteps()
-    assert 0 < pace.choose(1, [], load(1, 0.5).expected_rates) < MOST_STEPS
-    assert pace.choose(0, [1e5] * MOST_STEPS, load(1, 0.5).expected_rates) == 0
+    assert 0 < pace.choose(1, [], load(1, 0.5).expected_rates, prompt_ns=0.0) < MOST_STEPS
+    assert pace.choose(0, [1e5] * MOST_STEPS, load(1, 0.5).expected_rates, prompt_ns=0.0) == 0

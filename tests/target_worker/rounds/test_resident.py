@@ -1,7 +1,7 @@
 """A drafter in the target's rounds: the tokens of plain decoding, in fewer rounds, and both pools in step."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from outrider.drafting import program
 from outrider.drafting.config import GrowthConfig
 from outrider.drafting.growth_source import GrowthSource
 from outrider.kernels.pool.columns import Pool, RowState
+from outrider.kernels.pool.re_root import TreeEnd
 from outrider.sampling import SpeculationMode, VerificationRule
 from outrider.target_worker.drafters.loading import load_draft
 from outrider.target_worker.drafters.model import ResidentModel
-from outrider.target_worker.rounds.draft_steps import DraftSteps
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats, RoundRates
 from outrider.target_worker.rounds.growth import Growth
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -180,21 +181,46 @@ def test_short_requests_teach_the_pace_nothing_wrong(checkpoint: Path, draft_fol
     assert counts[-1] > 2
 
 
-class BareShares(FixedSteps):
-    """Steps of a fixed number, and the shares of sessions without a tree behind each round."""
+class WatchedPace(DraftSteps):
+    """Steps and rounds of known times, and what is said of them.
 
-    def __init__(self, steps: int) -> None:
-        super().__init__(steps)
-        self.bare = list[float]()
+    Attributes:
+        counts: steps before each round.
+        firsts: expanded values and sessions of first steps.
+        bare: shares of sessions without a tree.
+        prompt_ns: what prompts take for each committed token.
+    """
+
+    def __init__(self, steps: int | None = None) -> None:
+        super().__init__()
+        self._steps = steps
+        self.counts, self.firsts = list[int](), list[tuple[float, int]]()
+        self.bare, self.prompt_ns = list[float](), list[float]()
+
+    def choose(self, sessions: int, times_ns: Sequence[float], rates: RoundRates, *, prompt_ns: float) -> int:
+        def known(gained: Floats, row_yield: float, drafted_ns: Floats) -> Floats:
+            return (sessions + gained) / (1e7 + drafted_ns)
+
+        count = super().choose(sessions, [5e5] * MOST_STEPS, known, prompt_ns=prompt_ns)
+        self.is_trial = False
+        self.counts.append(count if self._steps is None else self._steps)
+        self.prompt_ns.append(prompt_ns)
+        return self.counts[-1]
+
+    def note_step(self, number: int, *, expanded: float, sessions: int) -> None:
+        super().note_step(number, expanded=expanded, sessions=sessions)
+        if not number:
+            self.firsts.append((expanded, sessions))
 
     def note_round(self, *, bare: float, hits: int, misses: int, time_ns: float) -> None:
+        super().note_round(bare=bare, hits=hits, misses=misses, time_ns=1e7)
         self.bare.append(bare)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_sessions_whose_prompts_are_not_computed_have_no_tree(steps: int, checkpoint: Path, reference_model):
     resident = Resident(checkpoint, checkpoint, prefill_tokens=32)
-    resident.drafter.pace = pace = BareShares(steps)
+    resident.drafter.pace = pace = WatchedPace(steps)
     prompt, driver = [*PROMPT, *range(50)], Driver(resident.loop)
     for number in range(3):
         wanted = plain_decode(reference_model, prompt, GREEDY).tokens
@@ -203,6 +229,66 @@ def test_sessions_whose_prompts_are_not_computed_have_no_tree(steps: int, checkp
     # Three are verified from the first round on, and the drafter needs six to compute their prompts.
     assert pace.bare[:2] == [1, 1]
     assert min(pace.bare) == (0 if steps else 1)
+
+
+def test_a_tree_that_was_wrong_is_no_tree(checkpoint: Path, draft_folder: Path, reference_model):
+    resident = Resident(checkpoint, draft_folder)
+    resident.drafter.pace = pace = WatchedPace(2)
+    driver = Driver(resident.loop)
+    driver.open(1, GREEDY, plain_decode(reference_model, PROMPT, GREEDY).tokens, no_tree)
+    driver.run()
+    ends = [result.tree_end for result in driver.decoded[1].results if result.tokens]
+    assert TreeEnd.MISSED in ends or resident.drafter.source is GrowthSource.EAGLE
+    assert pace.bare == [float(end in (TreeEnd.MISSED, TreeEnd.STARVED)) for end in ends]
+
+
+def test_rounds_without_drafted_sessions_say_nothing_of_trees(checkpoint: Path):
+    resident = Resident(checkpoint, checkpoint)
+    resident.drafter.pace = pace = WatchedPace(2)
+    resident.loop.open(replace(open_request(1, replace(GREEDY, max_new_tokens=4)), mode=SpeculationMode.OFF))
+    while resident.loop.has_work:
+        resident.loop.turn()
+    assert set(pace.bare) == {1}
+
+
+def test_no_steps_run_for_sessions_that_have_outgrown_the_drafters_slots(checkpoint: Path):
+    resident = Resident(checkpoint, checkpoint)
+    draft = replace(resident.draft, growth=replace(resident.draft.growth, max_live_nodes=8), num_slots=60)
+    resident.loop, program = rounds_of(make_runner(checkpoint), draft=draft)
+    program.drafter.pace = pace = WatchedPace()
+    for number in range(2):
+        resident.loop.open(open_request(number, replace(GREEDY, max_new_tokens=85), prompt=[number + 1, *PROMPT]))
+    while resident.loop.has_work:
+        resident.loop.turn()
+    assert max(pace.counts[:20]) > 2
+    # Now and then it is tried again.
+    assert sum(pace.counts[-20:]) <= 6
+
+
+def test_sessions_that_wait_for_their_turn_alone_make_no_step_worth_more(checkpoint: Path):
+    resident = Resident(checkpoint, checkpoint)
+    resident.drafter.pace = pace = WatchedPace()
+    for number in range(6):
+        request = open_request(number, replace(GREEDY, max_new_tokens=30))
+        resident.loop.open(replace(request, is_alone=number == 0))
+    while resident.loop.has_work:
+        resident.loop.turn()
+    assert any(sessions == 1 for _, sessions in pace.firsts)
+    assert all(expanded <= sessions for expanded, sessions in pace.firsts)
+
+
+def test_prompts_of_drafted_sessions_are_shared_by_what_is_committed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    resident = Resident(checkpoint, checkpoint)
+    resident.drafter.pace = pace = WatchedPace(1)
+    monkeypatch.setattr(resident.drafter, "_prompt_row_ns", lambda: 512.0)
+    for number, mode in enumerate((SpeculationMode.ASYNC, SpeculationMode.OFF)):
+        resident.loop.open(replace(open_request(number, replace(GREEDY, max_new_tokens=40)), mode=mode))
+    while resident.loop.has_work:
+        resident.loop.turn()
+    # One prompt, and a token of one session a round to begin with.
+    assert pace.prompt_ns[0] == pytest.approx(len(PROMPT), rel=0.01)
+    # More than one is committed.
+    assert pace.prompt_ns[-1] < pace.prompt_ns[0]
 
 
 def test_a_session_that_finds_no_room_is_not_drafted_and_takes_none(
