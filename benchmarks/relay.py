@@ -3,9 +3,11 @@
     python benchmarks/relay.py --sessions 64 --round-ms 8 --step-ms 1
 
 Targets commit a token of each of their sessions every round, drafts grow nodes of each of theirs every step, and
-clients read their streams. Reports messages per second, latencies of growth, of commits and of clients' messages
-(median and 99th percentile, of a message's oldest token), how often a session was held, and the share of a core that
-the coordinator takes. Everything is on this machine: two cores at least, where clients give way to the others.
+clients read their streams. Reports messages per second, latencies of growth, of commits, of clients' messages and of
+unary calls (median and 99th percentile, of a message's oldest token), how often a session was held, and the share of a
+core that the coordinator takes; before that, how long it takes until all streams, which come at once, have begun, and
+the longest unary call meanwhile. Everything is on this machine: two cores at least, where clients give way to the
+others.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ _TOKEN_MS = 8000
 _MOST_STEPS = 10
 # Of a client process: some digits for each message of the time that is measured.
 _ANSWER_BYTES = 16 << 20
+_BETWEEN_CALLS_S = 0.02
 # Until all streams have begun.
 _PATIENCE_S = 30.0
 
@@ -86,14 +89,15 @@ async def _measure(options: argparse.Namespace) -> None:
             for client in clients:
                 assert client.stdin is not None
                 client.stdin.write(b"begin\n")
+            wanted, began = options.sessions // _CLIENTS * _CLIENTS, time.perf_counter()
             async with asyncio.timeout(_PATIENCE_S):
-                while workers.sessions < options.sessions // _CLIENTS * _CLIENTS:  # noqa: ASYNC110 - a look is enough
-                    await asyncio.sleep(0.05)
+                first_answers_ms = await _ask(address, lambda: workers.sessions >= wanted)
+            begin_s = time.perf_counter() - began
             await asyncio.sleep(1.5)
             workers.clear()
             began, cpu = time.perf_counter(), _cpu_s(process.pid)
             await _heard(clients)
-            await asyncio.sleep(options.seconds)
+            answers_ms = await _ask(address, lambda: time.perf_counter() >= began + options.seconds)
             seconds, cpu = time.perf_counter() - began, _cpu_s(process.pid) - cpu
             tokens, lags = await _heard(clients)
             found = {
@@ -103,6 +107,9 @@ async def _measure(options: argparse.Namespace) -> None:
                 "client_messages_per_s": round(len(lags) / seconds),
                 "client_tokens_per_s": round(tokens / seconds),
                 "client_ms": _median_and_worst(lags),
+                "answer_ms": _median_and_worst(answers_ms),
+                "begin_s": round(begin_s, 3),
+                "begin_answer_ms": round(max(first_answers_ms), 2),
             }
             sys.stdout.write(json.dumps(found) + "\n")
     finally:
@@ -110,6 +117,19 @@ async def _measure(options: argparse.Namespace) -> None:
             client.kill()
         process.stdin.close()
         await process.wait()
+
+
+async def _ask(coordinator: str, is_over: Callable[[], bool]) -> list[float]:
+    """Ask for the coordinator's state until it is over, a moment after each answer; return how long they took."""
+    took_ms = list[float]()
+    async with grpc.aio.insecure_channel(coordinator, options=CHANNEL_OPTIONS) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        while not is_over():
+            asked_s = time.perf_counter()
+            await stub.GetServerInfo(generation_pb2.GetServerInfoRequest())
+            took_ms.append(1e3 * (time.perf_counter() - asked_s))
+            await asyncio.sleep(_BETWEEN_CALLS_S)
+    return took_ms
 
 
 def _median_and_worst(times_ms: Sequence[float]) -> list[float] | None:
