@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -101,6 +102,27 @@ async def test_request_id_and_seed_are_made_and_announced() -> None:
         starts = [(await events(stub.Generate(request(), timeout=30)))[0].started for _ in range(2)]
     assert len({started.request_id for started in starts}) == 2
     assert [(r.request_id, r.sampling.seed) for r in scheduler.requests] == [(s.request_id, s.seed) for s in starts]
+
+
+async def test_a_unary_call_does_not_wait_for_the_streams_that_came_before_it() -> None:
+    async def be_busy() -> None:
+        while True:
+            # A turn of the event loop, in which all that was sent arrives.
+            time.sleep(0.003)  # noqa: ASYNC251 - nothing else is to run
+            await asyncio.sleep(0)
+
+    scheduler = ScriptedScheduler(lambda _: [None])
+    async with serving(scheduler) as (stub, channel):
+        await channel.channel_ready()
+        busy = asyncio.create_task(be_busy())
+        streams = [stub.Generate(request(), timeout=30) for _ in range(50)]
+        await asyncio.sleep(0)
+        await stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=30)
+        begun = len(scheduler.requests)
+        busy.cancel()
+        for stream in streams:
+            stream.cancel()
+    assert begun < 25
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
