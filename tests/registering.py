@@ -35,7 +35,7 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._refusal)
             if report.WhichOneof("report") == "introduction":
                 self.introduced.set_result(report.introduction)
-                yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10, lease_ms=1000)
+                yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10)
             elif not self.reported.done():
                 self.reported.set_result(report.load.slots_total)
             if report.load.calibration.rules and not self.calibrated.done():

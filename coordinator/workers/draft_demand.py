@@ -32,7 +32,6 @@ class DraftDemand:
     Attributes:
         rounds: verifications of `async` sessions that have a draft.
         tokens: that these emitted.
-        bare_rounds: of rounds, those that verified no node.
         target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
         draft_steps: steps of drafts' models for `async` sessions; one that serves sessions of two coordinators counts
@@ -46,7 +45,6 @@ class DraftDemand:
     tokens: int = 0
     missed_rounds: int = 0
     starved_rounds: int = 0
-    bare_rounds: int = 0
     target_ns: int = 0
     plain_ns: int = 0
     draft_steps: int = 0
@@ -78,7 +76,6 @@ class DraftDemand:
         ends = [outcome.tree_end for outcome in drafted]
         self.missed_rounds += ends.count(TreeEnd.MISSED)
         self.starved_rounds += ends.count(TreeEnd.STARVED)
-        self.bare_rounds += [outcome.selected for outcome in drafted].count(0)
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
         """The counters now."""

@@ -54,7 +54,7 @@ class Load:
 class RoundOwner(Protocol):
     """Owner of sessions; called on the thread of the rounds."""
 
-    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
+    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None) -> None:
         """Take what one round has given this owner's sessions; without a cost, what no round has brought about."""
         ...
 

@@ -44,7 +44,6 @@ class Registration:
 
     Args:
         tls: own proof, of the introduction's role; the coordinator has to prove its own. None talks in the clear.
-        on_drain_asked: called when the coordinator asks the worker to drain.
         serves_others: whether the worker is of use without this coordinator.
     """
 
@@ -55,14 +54,12 @@ class Registration:
         load: Load,
         *,
         tls: TlsConfig | None = None,
-        on_drain_asked: Callable[[], None] = lambda: None,
         serves_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self._tls = tls
         self._introduction = introduction
         self._load = load
-        self._on_drain_asked = on_drain_asked
         self._serves_others = serves_others
         self._leaving = asyncio.Event()
         self.leases = 0  # that it has given so far
@@ -119,9 +116,6 @@ class Registration:
                             self.leases += 1
                             self.holds_lease = True
                             logger.info("registered at %s as %s", self.address, self._introduction.worker_id)
-                        if answer.drain:
-                            logger.info("%s asks this worker to drain", self.address)
-                            self._on_drain_asked()
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSALS:
                     logger.error("%s refuses this worker: %s", self.address, error.details())
@@ -179,7 +173,6 @@ class Registrar:
         self._leaving: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
         self._unresolved = ""
-        self.drain_asked = asyncio.Event()  # set when a coordinator asks the worker to drain and end
         # Done with WorkerRefused when a coordinator does not take this worker, and none has before.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -232,7 +225,6 @@ class Registrar:
             self._introduction,
             self._shared_load,
             tls=self._tls,
-            on_drain_asked=self.drain_asked.set,
             serves_others=lambda: any(other.leases for other, _ in self._held.values()),
         )
         task = asyncio.create_task(registration.keep(), name=f"registration at {address}")
