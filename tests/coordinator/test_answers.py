@@ -195,7 +195,7 @@ def test_what_drafts_report_is_taken():
     check_load(load())
     check_load(common_pb2.WorkerLoad())
     calibration = AcceptanceCalibration(branching=4)
-    calibration.observe(np.array([0, 1]), 1)
+    calibration.observe_parents(np.array([[1, 2, 0, 1]]))
     packed = pack_calibrations({GrowthSource.MODEL: calibration})
     assert packed.rules
     check_load(common_pb2.WorkerLoad(busy=1.0, calibration=packed))
