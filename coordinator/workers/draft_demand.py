@@ -15,9 +15,9 @@ differences over windows of their own. docs/autoscaling.md has the formula that 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from outrider.coordinator.sessions.messages import RoundResults, TreeEnd
+from outrider.coordinator.sessions.messages import RoundResults
 from outrider.sampling import SpeculationMode
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, target_pb2
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.totals import Taken
@@ -74,8 +74,8 @@ class DraftDemand:
         self.rounds += len(drafted)
         self.tokens += sum(len(outcome.token_ids) for outcome in drafted)
         ends = [outcome.tree_end for outcome in drafted]
-        self.missed_rounds += ends.count(TreeEnd.MISSED)
-        self.starved_rounds += ends.count(TreeEnd.STARVED)
+        self.missed_rounds += ends.count(target_pb2.TREE_END_MISSED)
+        self.starved_rounds += ends.count(target_pb2.TREE_END_STARVED)
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
         """The counters now."""
