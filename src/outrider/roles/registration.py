@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from outrider import rpc
-from outrider.addresses import Resolve
+from outrider.addresses import Followed, Resolve
 from outrider.errors import WorkerRefused, WorkerUnavailable
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -32,8 +32,6 @@ _REFUSALS = (
 _MIN_BACKOFF_S = 0.1
 # A coordinator that restarts has its workers back within this time of its own start.
 _MAX_BACKOFF_S = 1.0
-_RESOLVE_PAUSE_S = 1.0
-_RESOLVE_TIMEOUT_S = 5.0
 
 
 class Registration:
@@ -147,6 +145,9 @@ class Registration:
         return self._leaving.is_set()
 
 
+_Held = tuple[Registration, asyncio.Task[None]]
+
+
 class Registrar:
     """Keeps a worker registered with every coordinator of a list; those that leave the list are left in order.
 
@@ -164,21 +165,19 @@ class Registrar:
         drain_s: float,
         tls: TlsConfig | None = None,
     ) -> None:
-        self._resolve = resolve
         self._introduction = introduction
         self._load = load
         self._tls = tls
         self._drain_s = drain_s
-        self._held: dict[str, tuple[Registration, asyncio.Task[None]]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._following: asyncio.Task[None] | None = None
-        self._unresolved = ""
+        self._followed = Followed(resolve, join=self._join, leave=self._leave)
+        self._held = self._followed.members
+        self._is_in_order = True
         # Done with WorkerRefused when a coordinator does not take this worker, and none has before.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         """Begin to register."""
-        self._following = asyncio.create_task(self._follow(), name="registrar")
+        self._followed.start()
 
     async def close(self, *, in_order: bool = True) -> None:
         """Leave every coordinator.
@@ -186,40 +185,11 @@ class Registrar:
         Args:
             in_order: tells them first and lets them move their sessions away, within `drain_s`.
         """
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-        held, self._held = self._held, {}
-        leaving = [self._leave(registration, task, in_order=in_order) for registration, task in held.values()]
-        await asyncio.gather(*leaving, *self._leaving)
+        self._is_in_order = in_order
+        await self._followed.close()
         self.failed.cancel()
 
-    async def _follow(self) -> None:
-        while True:
-            wanted = await self._addresses()
-            for address in wanted:
-                if address not in self._held:
-                    self._join(address)
-            for address in self._held.keys() - set(wanted):
-                logger.info("%s is no coordinator of the list any more", address)
-                left = asyncio.create_task(self._leave(*self._held.pop(address), in_order=True))
-                self._leaving.add(left)
-                left.add_done_callback(self._leaving.discard)
-            await asyncio.sleep(_RESOLVE_PAUSE_S)
-
-    async def _addresses(self) -> list[str]:
-        """The list, or what it was if it cannot be told."""
-        try:
-            async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-                wanted, trouble = list(await self._resolve()), ""
-        except Exception as error:  # noqa: BLE001 - whatever an injected resolver raises, what is held stays
-            wanted, trouble = list(self._held), f"{type(error).__name__}: {error}"
-        if trouble and trouble != self._unresolved:
-            logger.warning("the list of coordinators cannot be read, the last one holds: %s", trouble)
-        self._unresolved = trouble
-        return wanted
-
-    def _join(self, address: str) -> None:
+    def _join(self, address: str) -> _Held:
         registration = Registration(
             address,
             self._introduction,
@@ -228,8 +198,8 @@ class Registrar:
             serves_others=lambda: any(other.leases for other, _ in self._held.values()),
         )
         task = asyncio.create_task(registration.keep(), name=f"registration at {address}")
-        self._held[address] = registration, task
         task.add_done_callback(self._note_end)
+        return registration, task
 
     def _shared_load(self) -> common_pb2.WorkerLoad:
         load = self._load()
@@ -240,9 +210,10 @@ class Registrar:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
             self.failed.set_exception(error)
 
-    async def _leave(self, registration: Registration, task: asyncio.Task[None], *, in_order: bool) -> None:
+    async def _leave(self, held: _Held) -> None:
+        registration, task = held
         registration.leave()
-        if in_order and registration.holds_lease:
+        if self._is_in_order and registration.holds_lease:
             await asyncio.wait([task], timeout=self._drain_s)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
