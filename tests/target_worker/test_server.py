@@ -32,8 +32,9 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
     serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
     async with asyncio.timeout(100):
         address = await ready
-        introduction = await registry.introduced
-        assert await registry.reported == 64
+        await registry.until(lambda: bool(registry.loads))
+    (introduction,) = registry.introductions
+    assert registry.loads[0].slots_total == 64
     assert introduction.address == address
     assert (introduction.role, introduction.name) == (registry_pb2.WORKER_ROLE_TARGET, "place 3")
     assert introduction.worker_id.startswith("target-") and introduction.version
