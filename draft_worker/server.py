@@ -60,7 +60,7 @@ class DraftWorker(Worker[GrowthLoop]):
         parts, config = self._loaded, self._config
         return Loaded(
             model=parts.model,
-            limits=registry_pb2.WorkerLimits(max_sessions=config.max_num_seqs, max_tree_nodes=config.max_live_nodes),
+            limits=registry_pb2.WorkerLimits(max_sessions=config.max_num_seqs),
             metrics=_metrics(self.thread, parts.drafters, model_name=parts.model.name),
             sources=sorted(parts.drafters.calibrations),
         )

@@ -179,8 +179,6 @@ def growth_message(growth: Growth) -> draft_pb2.DraftGrowth:
         report = common_pb2.StepReport(
             step_ns=growth.step_ns // growth.steps,
             forward_ns=growth.forward_ns // growth.steps,
-            tokens=growth.rows // growth.steps,
-            sessions=growth.num_sessions // growth.steps,
             steps=growth.steps,
         )
     return draft_pb2.DraftGrowth(

@@ -142,8 +142,6 @@ def pack_results(results: Sequence[SessionResult], cost: RoundCost | None) -> ta
             common_pb2.StepReport(
                 step_ns=cost.step_ns,
                 forward_ns=cost.forward_ns,
-                tokens=cost.rows,
-                sessions=cost.sessions,
                 plain_ns=cost.plain_ns,
             )
         )

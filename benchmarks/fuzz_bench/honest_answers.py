@@ -69,7 +69,7 @@ class Decoder:
             finishes=[target_pb2.FINISH_UNSPECIFIED] * count,
             cached_tokens=[0] * count,
             lost=[0] * count,
-            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
+            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000),
         )
         for row, (session_id, (epoch, length)) in enumerate(self._sessions.items()):
             token = (length * 7) % VOCAB_SIZE

@@ -17,14 +17,12 @@ class RoundCost(NamedTuple):
         step_ns: from its begin to its end, or from the end of the one before.
         forward_ns: of these, the forward pass and what follows up to the walk.
         rows: of the forward pass.
-        sessions: with such rows.
         plain_ns: what it would have taken without nodes.
     """
 
     step_ns: int
     forward_ns: int
     rows: int
-    sessions: int
     plain_ns: int
 
 

@@ -274,7 +274,7 @@ async def test_a_rounds_results_are_told_by_session():
             )
         ],
         errors=[common_pb2.SessionError(session_id=12, epoch=3, code=8, message="full")],
-        report=common_pb2.StepReport(step_ns=50, forward_ns=40, tokens=10, sessions=2, plain_ns=45),
+        report=common_pb2.StepReport(step_ns=50, forward_ns=40, plain_ns=45),
     )  # fmt: skip
     ((results,), lost) = await results_of(message)
     assert not lost

@@ -162,7 +162,6 @@ async def test_growth_commits_and_close(worker: Worker):
         await stream.take_until(lambda: len(stream.nodes.get(1, {})) == 20)
         assert {(epoch, as_of) for _, epoch, as_of, _, _ in stream.growths} == {(1, 3)}
         report = stream.messages[0].report
-        assert (report.tokens, report.sessions) == (3, 1)
         assert report.step_ns > 0 < report.forward_ns
         load = worker.loop.load()
         assert (load.sessions, load.slots_total) == (1, 600)
@@ -396,7 +395,7 @@ def test_a_message_carries_every_nodes_distribution():
     growth = bench.step()
     assert growth is not None
     message = growth_message(growth)
-    assert (message.report.tokens, message.report.sessions, message.source) == (6, 2, GrowthSource.MODEL)
+    assert (message.report.steps, message.source) == (1, GrowthSource.MODEL)
     _, _, tokens = nodes_of(message)
     found = unpack_distributions(message.distributions, len(tokens))
     counts = dict(zip(message.session_ids, message.node_counts, strict=True))

@@ -121,12 +121,10 @@ class WorkerIntroduction(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class WorkerLimits(_message.Message):
-    __slots__ = ("max_sessions", "max_tree_nodes")
+    __slots__ = ("max_sessions",)
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
     max_sessions: int
-    max_tree_nodes: int
-    def __init__(self, max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_sessions: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("incarnation", "heartbeat_interval_ms")
