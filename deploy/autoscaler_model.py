@@ -39,7 +39,6 @@ class DemandWindow:
     tokens: int
     missed_rounds: int
     starved_rounds: int
-    bare_rounds: int
     target_ns: int
     plain_ns: int
     target_rounds: int

@@ -42,11 +42,6 @@ class RoleScaler:
         self.target_model: Path | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
 
-    @property
-    def watches(self) -> list[asyncio.Task[None]]:
-        """One of each actor that is looked after."""
-        return list(self._watches.values())
-
     def state(self) -> dict[str, Any]:
         """Return the state that `recover` needs, as plain values."""
         return {

@@ -57,14 +57,10 @@ class DraftWorker(Worker[GrowthLoop]):
 
     def loaded(self) -> Loaded:
         """See `Worker`."""
-        parts, config, model = self._loaded, self._config, self._loaded.drafters.model
+        parts, config = self._loaded, self._config
         return Loaded(
             model=parts.model,
-            limits=registry_pb2.WorkerLimits(
-                max_sessions=config.max_num_seqs,
-                max_tree_nodes=config.max_live_nodes,
-                max_step_tokens=config.max_step_tokens + (0 if model is None else model.config.max_step_nodes),
-            ),
+            limits=registry_pb2.WorkerLimits(max_sessions=config.max_num_seqs),
             metrics=_metrics(self.thread, parts.drafters, model_name=parts.model.name),
             sources=sorted(parts.drafters.calibrations),
         )

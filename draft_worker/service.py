@@ -10,7 +10,6 @@ from outrider.draft_worker.rounds.commands import (
     CommitCommand,
     HoldCommand,
     LeaveCommand,
-    Load,
     ResendCommand,
 )
 from outrider.draft_worker.rounds.growth import Growth
@@ -49,9 +48,9 @@ class DraftStream(SessionStream[Command]):
         super().leave()
         return [LeaveCommand(self)]
 
-    def deliver(self, growth: Growth, load: Load) -> None:
+    def deliver(self, growth: Growth) -> None:
         """See `GrowthOwner`."""
-        self.call.answer(growth_message(growth, load))
+        self.call.answer(growth_message(growth))
         if self.traces is not None:
             # Of one of its steps, as the message says it.
             self.traces.stepped(
@@ -172,7 +171,7 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: Dra
     )
 
 
-def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
+def growth_message(growth: Growth) -> draft_pb2.DraftGrowth:
     """Pack the nodes of steps, of the sessions of one owner, as they travel."""
     report = None
     # What a trie says has no report: its time says nothing of when more is to be expected.
@@ -180,8 +179,6 @@ def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
         report = common_pb2.StepReport(
             step_ns=growth.step_ns // growth.steps,
             forward_ns=growth.forward_ns // growth.steps,
-            tokens=growth.rows // growth.steps,
-            sessions=growth.num_sessions // growth.steps,
             steps=growth.steps,
         )
     return draft_pb2.DraftGrowth(
@@ -195,7 +192,6 @@ def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
         acceptance=floats_to_bytes(growth.acceptance),
         complete=growth.complete,
         report=report,
-        load=common_pb2.WorkerLoad(**load._asdict()),
         source=to_proto(growth.source),
         distributions=pack_distributions(growth.distributions),
         forgot=growth.forgot if any(growth.forgot) else (),

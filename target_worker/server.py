@@ -80,11 +80,7 @@ class TargetWorker(Worker[RoundThread]):
         model.weights.CopyFrom(self._reloader.running)
         return Loaded(
             model=model,
-            limits=registry_pb2.WorkerLimits(
-                max_sessions=config.max_num_seqs,
-                max_tree_nodes=config.max_tree_nodes,
-                max_step_tokens=config.max_step_tokens,
-            ),
+            limits=registry_pb2.WorkerLimits(max_sessions=config.max_num_seqs),
             metrics=_metrics(self.thread, model_name=card.name),
             failures=[self._runner.ranks.failed],
         )

@@ -63,9 +63,9 @@ class TargetStream(SessionStream[Command]):
         super().leave()
         return [LeaveCommand(self)]
 
-    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
+    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None) -> None:
         """See `RoundOwner`."""
-        self.call.answer(pack_results(results, cost, load))
+        self.call.answer(pack_results(results, cost))
         if self.traces is not None:
             ids = [result.key[1] for result in results]
             if cost is not None:
@@ -114,7 +114,7 @@ class ReloadCall:
             self._call.refuse(InternalError("weights were not reloaded; the worker's log says why"))
 
 
-def pack_results(results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> target_pb2.RoundResults:
+def pack_results(results: Sequence[SessionResult], cost: RoundCost | None) -> target_pb2.RoundResults:
     """Return what one round has given the sessions of a stream, as it travels."""
     message = target_pb2.RoundResults(
         session_ids=[result.key[1] for result in results],
@@ -136,15 +136,12 @@ def pack_results(results: Sequence[SessionResult], cost: RoundCost | None, load:
         errors=[
             session_error(result.key[1], result.epoch, result.fault) for result in results if result.fault is not None
         ],
-        load=pack_load(load),
     )
     if cost is not None:
         message.report.CopyFrom(
             common_pb2.StepReport(
                 step_ns=cost.step_ns,
                 forward_ns=cost.forward_ns,
-                tokens=cost.rows,
-                sessions=cost.sessions,
                 plain_ns=cost.plain_ns,
             )
         )

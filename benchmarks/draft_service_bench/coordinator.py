@@ -196,7 +196,7 @@ class FakeCoordinator:
             now = time.perf_counter_ns()
             if message.errors:
                 raise RuntimeError(f"the worker refused: {message.errors[0].message}")
-            self._steps = message.load.steps
+            self._steps += message.report.steps
             acceptance = floats_from_bytes(message.acceptance).tolist()
             columns = map(uints_from_bytes, (message.parents, message.node_ids, message.tokens))
             parents, node_ids, tokens = (column.tolist() for column in columns)

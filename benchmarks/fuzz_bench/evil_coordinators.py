@@ -1,7 +1,7 @@
 """Leases that nobody should send: coordinators that a worker keeps registered with, whatever they answer.
 
-A coordinator may refuse a worker, end its lease or ask it to drain; it cannot end the worker by what is none of these,
-nor make it talk without a pause.
+A coordinator may refuse a worker or end its lease; it cannot end the worker by what is neither, nor make it talk
+without a pause.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class EvilCoordinator:
 
         loop = asyncio.get_running_loop()
         hearing, began_s = asyncio.create_task(hear()), loop.time()
-        honest = registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=20, lease_ms=2000)
+        honest = registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=20)
         turns = itertools.repeat(True) if self.is_honest else range(self._fuzzer.random.choice((0, 0, 1, 2)))
         try:
             for _ in turns:

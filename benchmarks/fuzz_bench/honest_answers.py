@@ -25,7 +25,7 @@ def introduction(number: int, *, address: str, is_target: bool, tokenizer_hash: 
             model=common_pb2.ModelInfo(
                 name="evil", vocab_size=VOCAB_SIZE, tokenizer_hash=tokenizer_hash, max_model_len=MODEL_LEN
             ),
-            limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=16, max_step_tokens=64),
+            limits=registry_pb2.WorkerLimits(max_sessions=8),
             wire_version=WIRE_VERSION,
         )
     )
@@ -69,8 +69,7 @@ class Decoder:
             finishes=[target_pb2.FINISH_UNSPECIFIED] * count,
             cached_tokens=[0] * count,
             lost=[0] * count,
-            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
-            load=common_pb2.WorkerLoad(sessions=count, slots_total=_SLOTS),
+            report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000),
         )
         for row, (session_id, (epoch, length)) in enumerate(self._sessions.items()):
             token = (length * 7) % VOCAB_SIZE
@@ -110,7 +109,6 @@ class Grower:
         growth = draft_pb2.DraftGrowth(
             source=common_pb2.GROWTH_SOURCE_MODEL,
             report=common_pb2.StepReport(step_ns=100_000),
-            load=common_pb2.WorkerLoad(sessions=len(self._sessions)),
         )
         for session_id in set(commands.resend_session_ids) & self._sessions.keys() & self._last.keys():
             self._add(growth, session_id, *self._last[session_id], again=True)

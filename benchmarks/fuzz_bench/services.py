@@ -148,16 +148,14 @@ def _registry(tokenizer_hash: str) -> list[Target]:
             model=common_pb2.ModelInfo(
                 name="fuzzed", vocab_size=VOCAB_SIZE, tokenizer_hash=tokenizer_hash, max_model_len=MODEL_LEN
             ),
-            limits=registry_pb2.WorkerLimits(max_sessions=4, max_tree_nodes=16, max_step_tokens=64),
+            limits=registry_pb2.WorkerLimits(max_sessions=4),
             wire_version=WIRE_VERSION,
         )
         load = common_pb2.WorkerLoad(sessions=1, slots_used=2, slots_total=100, steps=7, busy=0.5)
         hello = registry_pb2.WorkerReport(introduction=introduction)
         return [[hello, registry_pb2.WorkerReport(load=load)], [hello]]
 
-    message = registry_pb2.DrainRequest(worker_id="nobody")
-    drain = Target(method=methods["Drain"], examples=lambda number: [[message]], codes=_ANSWERED | {Status.NOT_FOUND})
-    return [*[Target(method=methods["Register"], examples=reports, codes=_LEASE_CODES)] * 4, drain]
+    return [Target(method=methods["Register"], examples=reports, codes=_LEASE_CODES)]
 
 
 # ------------------------------------------------------------------------------------------------------------- workers

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import grpc
@@ -214,19 +214,6 @@ class SessionFault(NamedTuple):
         return cls(_FAULT_KINDS.get(error.code, FaultKind.LOST), error.message)
 
 
-class TreeEnd(IntEnum):
-    """State of a session's tree after a round."""
-
-    NONE = 0
-    """Nothing was committed."""
-    COVERED = 1
-    """The last token was a node: growth is ahead."""
-    MISSED = 2
-    """Nodes stood in its place, and it is none of them: growth was wrong."""
-    STARVED = 3
-    """Nothing stood in its place: growth is behind."""
-
-
 _NO_NODES = (0,) * NUM_SOURCES
 
 
@@ -242,7 +229,7 @@ class Outcome(NamedTuple):
         sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
         cached_tokens: of the prompt, tokens whose KV the target had.
         lost: bit set of the places whose growth was lost.
-        tree_end: where the round has left the session's tree.
+        tree_end: where the round has left the session's tree; a newer target may tell ends that are unknown here.
     """
 
     session_id: int
@@ -256,11 +243,8 @@ class Outcome(NamedTuple):
     is_over: bool = False
     cached_tokens: int = 0
     lost: int = 0
-    tree_end: TreeEnd = TreeEnd.NONE
+    tree_end: target_pb2.TreeEnd = target_pb2.TREE_END_UNSPECIFIED
     logprobs: TokenLogprobs | None = None
-
-
-_TREE_ENDS = {int(end): end for end in TreeEnd}
 
 
 def _by_session(counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -302,8 +286,7 @@ class RoundResults:
             map(bool, message.finishes[:]),
             message.cached_tokens[:],
             message.lost[:],
-            # An end that a newer target knows is none.
-            map(_TREE_ENDS.get, message.tree_ends[:], itertools.repeat(TreeEnd.NONE)),
+            message.tree_ends[:],
             map(logprobs.get, range(len(selected))),
             strict=True,
         )

@@ -312,7 +312,7 @@ class Scheduler:
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
-        self._targets[worker_id] = TargetPeer(worker_id=worker_id, link=link, places=SharedPlaces(limits))
+        self._targets[worker_id] = TargetPeer(worker_id=worker_id, link=link, places=SharedPlaces(limits.max_sessions))
         self.admit()
 
     def remove_target(self, worker_id: str, reason: str, *, kind: LossKind = LossKind.BROKEN) -> None:

@@ -15,9 +15,9 @@ differences over windows of their own. docs/autoscaling.md has the formula that 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from outrider.coordinator.sessions.messages import RoundResults, TreeEnd
+from outrider.coordinator.sessions.messages import RoundResults
 from outrider.sampling import SpeculationMode
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, target_pb2
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.totals import Taken
@@ -32,7 +32,6 @@ class DraftDemand:
     Attributes:
         rounds: verifications of `async` sessions that have a draft.
         tokens: that these emitted.
-        bare_rounds: of rounds, those that verified no node.
         target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes, by what the targets have learned of their rounds.
         draft_steps: steps of drafts' models for `async` sessions; one that serves sessions of two coordinators counts
@@ -46,7 +45,6 @@ class DraftDemand:
     tokens: int = 0
     missed_rounds: int = 0
     starved_rounds: int = 0
-    bare_rounds: int = 0
     target_ns: int = 0
     plain_ns: int = 0
     draft_steps: int = 0
@@ -76,9 +74,8 @@ class DraftDemand:
         self.rounds += len(drafted)
         self.tokens += sum(len(outcome.token_ids) for outcome in drafted)
         ends = [outcome.tree_end for outcome in drafted]
-        self.missed_rounds += ends.count(TreeEnd.MISSED)
-        self.starved_rounds += ends.count(TreeEnd.STARVED)
-        self.bare_rounds += [outcome.selected for outcome in drafted].count(0)
+        self.missed_rounds += ends.count(target_pb2.TREE_END_MISSED)
+        self.starved_rounds += ends.count(target_pb2.TREE_END_STARVED)
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
         """The counters now."""

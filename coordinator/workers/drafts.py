@@ -44,7 +44,7 @@ class DraftPeer:
     @property
     def has_room(self) -> bool:
         """True if one more session may be placed here."""
-        return not self.is_draining and len(self.sessions) < self.places.limits.max_sessions
+        return not self.is_draining and len(self.sessions) < self.places.most_sessions
 
 
 class Drafts:
@@ -64,7 +64,7 @@ class Drafts:
     def add(self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, sources: Iterable[int]) -> None:
         """Add a draft worker that is ready, and give it sessions without one; `sources` as in its introduction."""
         known = sources_from_proto(sources, default=(GrowthSource.MODEL,))
-        places = SharedPlaces(limits)
+        places = SharedPlaces(limits.max_sessions)
         self.peers[worker_id] = DraftPeer(worker_id=worker_id, link=link, places=places, sources=known)
         self.assign_all()
 

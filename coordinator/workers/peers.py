@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from outrider import request_decoding, rpc
-from outrider.addresses import Resolve
+from outrider.addresses import Followed, Resolve
 from outrider.coordinator.api.field_checks import abort_unless_known
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -32,8 +32,6 @@ _AVOIDED_S = 5.0
 # No stream waits for an abort, and one that is lost on a busy peer leaves a request running that nobody wants.
 _ABORT_TIMEOUT_S = 5.0
 _SILENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-_RESOLVE_PAUSE_S = 1.0
-_RESOLVE_TIMEOUT_S = 5.0
 
 Key = tuple[str, str]
 """Caller and request id."""
@@ -52,6 +50,10 @@ class _Peer:
     def is_avoided(self) -> bool:
         """True for a moment after a call without an answer."""
         return time.monotonic() - self._failed_s < _AVOIDED_S
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self.channel.close()
 
     async def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """Call the peer and return its answer; None without one."""
@@ -79,23 +81,19 @@ class Peers:
     """
 
     def __init__(self, *, incarnation: int, resolve: Resolve | None = None, tls: TlsConfig | None = None) -> None:
-        self._incarnation, self._resolve, self._tls = incarnation, resolve, tls
-        self._peers: dict[str, _Peer] = {}
-        self._following: asyncio.Task[None] | None = None
-        self._unresolved = ""
+        self._incarnation, self._resolve, self._own_address = incarnation, resolve, ""
+        self._followed = Followed(self._others, join=lambda address: _Peer(address, tls), leave=_Peer.close)
+        self._peers = self._followed.members
 
     def start(self, own_address: str = "") -> None:
         """Begin to follow the list; whoever stands there as `own_address` is not asked."""
         if self._resolve is not None:
-            self._following = asyncio.create_task(self._follow(self._resolve, own_address), name="peers")
+            self._own_address = own_address
+            self._followed.start()
 
     async def close(self) -> None:
         """End all connections."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-        await asyncio.gather(*(peer.channel.close() for peer in self._peers.values()))
-        self._peers.clear()
+        await self._followed.close()
 
     async def find(self, key: Key) -> int | None:
         """The seed of a request that runs elsewhere; None where it runs nowhere."""
@@ -119,21 +117,9 @@ class Peers:
         peers = [peer for peer in self._peers.values() if not peer.is_avoided]
         return await _ask(method, request, peers, timeout_s=_ANSWER_TIMEOUT_S)
 
-    async def _follow(self, resolve: Resolve, own_address: str) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-                    wanted, trouble = set(await resolve()) - {own_address}, ""
-                for address in wanted - self._peers.keys():
-                    self._peers[address] = _Peer(address, self._tls)
-            except Exception as error:  # noqa: BLE001 - an injected resolver may raise anything; those known stay
-                wanted, trouble = set(self._peers), f"{type(error).__name__}: {error}"
-            if trouble and trouble != self._unresolved:
-                logger.warning("the list of coordinators cannot be followed, the last one holds: %s", trouble)
-            self._unresolved = trouble
-            for address in self._peers.keys() - wanted:
-                await self._peers.pop(address).channel.close()
-            await asyncio.sleep(_RESOLVE_PAUSE_S)
+    async def _others(self) -> Sequence[str]:
+        assert self._resolve is not None
+        return [address for address in await self._resolve() if address != self._own_address]
 
 
 async def _ask(method: str, request: Any, peers: Sequence[_Peer], *, timeout_s: float) -> list[Any]:

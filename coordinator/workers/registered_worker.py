@@ -33,7 +33,6 @@ class RegisteredWorker:
     is_serving: bool = False
     is_quarantined: bool = False
     is_draining: bool = False
-    drain_asked: bool = False
     has_left: bool = False
     is_lost: bool = False
     is_overdue: bool = False
@@ -67,11 +66,6 @@ class RegisteredWorker:
     def weights(self) -> common_pb2.Weights:
         """Weights last reported."""
         return self.introduction.model.weights
-
-    @property
-    def is_to_go(self) -> bool:
-        """True if the worker drains or has been asked to."""
-        return self.is_draining or self.drain_asked
 
     @property
     def state(self) -> str:
@@ -134,11 +128,6 @@ class RegisteredWorker:
         if weights != self.weights:
             self.introduction.model.weights.CopyFrom(weights)
             self.news.set()
-
-    def ask_to_drain(self) -> None:
-        """Have the worker told to drain and to end."""
-        self.drain_asked = True
-        self.news.set()
 
     async def until_news(self, *, timeout_s: float | None = None) -> None:
         """Wait for the next change, at most for this long."""

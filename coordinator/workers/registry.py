@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 from grpc.aio import ServicerContext
 
 from outrider import rpc
@@ -69,16 +68,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                     await context.write(report)
         except OutriderError as error:
             await rpc.abort_with(context, error)
-
-    async def Drain(  # noqa: N802
-        self, request: registry_pb2.DrainRequest, context: ServicerContext[Any, Any]
-    ) -> registry_pb2.DrainResponse:
-        """Ask a worker to drain and end; see registry.proto."""
-        worker = self.workers.get(request.worker_id)
-        if worker is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is registered here")
-        worker.ask_to_drain()
-        return registry_pb2.DrainResponse()
 
     async def Register(  # noqa: N802 - the name is the protocol's
         self,
@@ -153,25 +142,23 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self.workers[worker.worker_id] = worker
         self._scheduler.note_return(worker.worker_id)
         lease = registry_pb2.Lease(
-            incarnation=self._incarnation,
-            heartbeat_interval_ms=self._config.heartbeat_interval_ms,
-            lease_ms=self._config.lease_ms,
+            incarnation=self._incarnation, heartbeat_interval_ms=self._config.heartbeat_interval_ms
         )
         heartbeats = asyncio.create_task(self._watch_heartbeats(worker, reports))
         try:
             await context.write(lease)
             await self._sit_out_quarantine(worker)
             # Before it is believed that it has the service's newest weights, and others start over.
-            if not worker.is_to_go:
+            if not worker.is_draining:
                 await self._connect(worker)
             if worker.is_target:
                 await self.reloads.fit(worker)
-            if not (worker.is_to_go or worker.is_lost):
+            if not (worker.is_draining or worker.is_lost):
                 self._add(worker)
                 logger.info(
                     "worker %s at %s is serving", worker.worker_id, worker.introduction.address, extra=worker.ids
                 )
-            await self._serve(worker, context, lease)
+            await self._serve(worker)
         except OutriderError as error:
             worker.lose(str(error))
         finally:
@@ -182,15 +169,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if not worker.has_left:
             raise WorkerUnavailable(f"the lease has ended: {worker.lost_reason}")
 
-    async def _serve(
-        self, worker: RegisteredWorker, context: ServicerContext[Any, Any], lease: registry_pb2.Lease
-    ) -> None:
+    async def _serve(self, worker: RegisteredWorker) -> None:
         """Serve a worker's lease until it is lost or has left."""
-        is_told = is_emptied = False
+        is_emptied = False
         while not worker.is_lost:
-            if worker.drain_asked and not is_told:
-                is_told, lease.drain = True, True
-                await context.write(lease)
             if worker.is_draining and not is_emptied:
                 is_emptied = True
                 logger.info("worker %s drains", worker.worker_id, extra=worker.ids)
@@ -208,7 +190,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             "worker %s is left alone for %.1f s: it was lost too often", worker.worker_id, left_s, extra=worker.ids
         )
         worker.is_quarantined = True
-        while left_s and not worker.is_lost and not worker.is_to_go:
+        while left_s and not worker.is_lost and not worker.is_draining:
             await worker.until_news(timeout_s=min(left_s, _LAST_RESORT_S))
             if worker.is_target and not self._scheduler.has_target:
                 break

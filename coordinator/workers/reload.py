@@ -61,8 +61,8 @@ class Reloads:
     # ------------------------------------------------------------------------------------------- who comes, and as what
 
     async def fit(self, worker: RegisteredWorker) -> None:
-        """Wait until a registered target runs with the service's weights, or is to go."""
-        while not worker.is_lost and not worker.is_to_go:
+        """Wait until a registered target runs with the service's weights, or drains."""
+        while not worker.is_lost and not worker.is_draining:
             problem = "the weights are being changed" if self._is_swapping else await self._fit(worker)
             if not problem:
                 worker.weights_problem, worker.has_weights = "", True

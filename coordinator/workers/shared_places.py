@@ -15,7 +15,7 @@ from the worker's heartbeats, so promises may be late by one of them: the worker
 Pure: no clock, nothing of gRPC.
 """
 
-from outrider.v1 import common_pb2, registry_pb2
+from outrider.v1 import common_pb2
 
 
 def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
@@ -39,27 +39,27 @@ def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
 class SharedPlaces:
     """The places of one worker.
 
+    Args:
+        most_sessions: that the worker takes.
+
     Attributes:
-        limits: as the worker has introduced itself, but with those places only that this coordinator may use now.
+        most_sessions: that this coordinator may have there now.
         is_shared: whether other coordinators use the worker, too.
         has_others: whether others' sessions are there, as far as is known.
     """
 
-    def __init__(self, limits: registry_pb2.WorkerLimits) -> None:
-        self._most = limits.max_sessions
-        self._share = self._most
-        self.limits = registry_pb2.WorkerLimits()
-        self.limits.CopyFrom(limits)
+    def __init__(self, most_sessions: int) -> None:
+        self._most = self._share = self.most_sessions = most_sessions
         self.is_shared = self.has_others = False
 
     def hear(self, load: common_pb2.WorkerLoad, own: int) -> bool:
         """Note a heartbeat, with `own` sessions there; return whether there are more places than before."""
-        before = self.limits.max_sessions
+        before = self.most_sessions
         self.is_shared = load.coordinators > 1
         self._share = self._most // max(1, load.coordinators)
         self.has_others = self.is_shared and load.sessions > own
-        self.limits.max_sessions = places(self._most, load, own)
-        return self.limits.max_sessions > before
+        self.most_sessions = places(self._most, load, own)
+        return self.most_sessions > before
 
     def note_refusal(self, own: int) -> bool:
         """Note that a worker has no room for more than `own` sessions: no more go there before its next heartbeat.
@@ -67,5 +67,5 @@ class SharedPlaces:
         Returns:
             Whether that one's place was borrowed, so that it had better wait elsewhere.
         """
-        self.limits.max_sessions = min(self.limits.max_sessions, own)
+        self.most_sessions = min(self.most_sessions, own)
         return own >= self._share

@@ -44,7 +44,7 @@ class TargetPeer:
     @property
     def room(self) -> int:
         """Sessions that may still be placed here."""
-        return 0 if self.is_draining else max(0, self.places.limits.max_sessions - len(self.sessions))
+        return 0 if self.is_draining else max(0, self.places.most_sessions - len(self.sessions))
 
     def open(self, session: Session, *, sync_wait_ms: float) -> None:
         """Give a session its place here, and open it, with the drafts that it has."""

@@ -25,7 +25,7 @@ class Load(NamedTuple):
 class GrowthOwner(Protocol):
     """Owner of sessions. Called on the thread that grows; must not block."""
 
-    def deliver(self, growth: Growth, load: Load) -> None:
+    def deliver(self, growth: Growth) -> None:
         """Take new nodes of this owner's sessions, from one step."""
         ...
 

@@ -215,10 +215,9 @@ class GrowthLoop:
         """Hand growth that waits to those owners that have read what they got before."""
         if not (owners := self._pending.keys() - self._unread):
             return
-        load = self.load()
         for owner in owners:
             for growth in self._pending.pop(owner):
-                owner.deliver(growth, load)
+                owner.deliver(growth)
         self._earliest_ns = time.perf_counter_ns() + _BETWEEN_MESSAGES_NS
 
     def _note(self, growth: Growth) -> None:

@@ -1,4 +1,4 @@
-"""Lists of coordinator addresses that may change while a worker runs (torch-free).
+"""Lists of coordinator addresses that may change while a role runs (torch-free).
 
 host:port        one address
 file:PATH        one address a line (# begins a comment), read again whenever the file has changed
@@ -9,8 +9,9 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,10 @@ Resolve = Callable[[], Awaitable[Sequence[str]]]
 """Gives the list as it is now: host:port each. Raises OSError where it cannot be told, and then the last one holds."""
 
 _DNS_PAUSE_S = 5.0
+_RESOLVE_PAUSE_S = 1.0
+_RESOLVE_TIMEOUT_S = 5.0
+
+Member = TypeVar("Member")
 
 
 def check_address(entry: str) -> None:
@@ -118,3 +123,57 @@ class _Name:
             self._addresses = [f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts]
             self._asked_s = now_s
         return self._addresses
+
+
+class Followed(Generic[Member]):
+    """One member for each address of a list, which is asked for every second.
+
+    Args:
+        join: makes the member of an address that is new; tried again where it raises.
+        leave: ends a member; called in a task of its own where the address has gone from the list.
+
+    Attributes:
+        members: by address.
+    """
+
+    def __init__(
+        self, resolve: Resolve, *, join: Callable[[str], Member], leave: Callable[[Member], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._resolve, self._join, self._leave = resolve, join, leave
+        self.members: dict[str, Member] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to follow the list."""
+        self._following = asyncio.create_task(self._follow(), name="list of coordinators")
+
+    async def close(self) -> None:
+        """Follow the list no further; leave all members, and wait until they have been left."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        members = list(self.members.values())
+        self.members.clear()
+        await asyncio.gather(*map(self._leave, members), *self._leaving)
+
+    async def _follow(self) -> None:
+        trouble = ""
+        while True:
+            before = trouble
+            try:
+                async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                    wanted, trouble = await self._resolve(), ""
+                for address in wanted:
+                    if address not in self.members:
+                        self.members[address] = self._join(address)
+            except Exception as error:  # noqa: BLE001 - whatever an injected resolver raises, the members stay
+                wanted, trouble = list(self.members), f"{type(error).__name__}: {error}"
+                if trouble != before:
+                    logger.warning("the list of coordinators cannot be followed, the last one holds: %s", trouble)
+            for address in self.members.keys() - set(wanted):
+                logger.info("%s is no coordinator of the list any more", address)
+                left = asyncio.create_task(self._leave(self.members.pop(address)))
+                self._leaving.add(left)
+                left.add_done_callback(self._leaving.discard)
+            await asyncio.sleep(_RESOLVE_PAUSE_S)

@@ -17,14 +17,12 @@ class RoundCost(NamedTuple):
         step_ns: from its begin to its end, or from the end of the one before.
         forward_ns: of these, the forward pass and what follows up to the walk.
         rows: of the forward pass.
-        sessions: with such rows.
         plain_ns: what it would have taken without nodes.
     """
 
     step_ns: int
     forward_ns: int
     rows: int
-    sessions: int
     plain_ns: int
 
 
@@ -54,7 +52,7 @@ class Load:
 class RoundOwner(Protocol):
     """Owner of sessions; called on the thread of the rounds."""
 
-    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
+    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None) -> None:
         """Take what one round has given this owner's sessions; without a cost, what no round has brought about."""
         ...
 

@@ -73,7 +73,7 @@ class RoundNotes(RoundObserver):
         self._ended_ns = times_ns[RoundTime.ENDED]
         rows, sessions = report.verified_rows + prefill_rows, report.sessions + report.chunks
         if results:
-            self.costs[results[0].round] = RoundCost(step_ns, forward_ns, rows, sessions, plain_ns)
+            self.costs[results[0].round] = RoundCost(step_ns, forward_ns, rows, plain_ns)
         if not rows:
             # Commands alone took effect.
             return

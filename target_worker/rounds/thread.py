@@ -293,9 +293,8 @@ class RoundThread:
             groups.setdefault((result.round, owner), []).append(result)
             if result.has_ended:
                 del self._owners[result.key]
-        load = self.load
         for (number, owner), part in groups.items():
-            owner.deliver(part, self._notes.costs.get(number), load)
+            owner.deliver(part, self._notes.costs.get(number))
         self._notes.costs.clear()
 
     def _note(self, loop: RoundLoop) -> None:

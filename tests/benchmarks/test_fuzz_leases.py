@@ -15,8 +15,8 @@ from outrider.roles.registration import Registrar
 from outrider.v1 import registry_pb2
 
 pytestmark = pytest.mark.usefixtures("silence")
-GOOD = registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=20, lease_ms=1000).SerializeToString()
-NO_PAUSE = registry_pb2.Lease(incarnation=1, lease_ms=1000).SerializeToString()
+GOOD = registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=20).SerializeToString()
+NO_PAUSE = registry_pb2.Lease(incarnation=1).SerializeToString()
 
 
 async def until_heard(*streams: Sequence[bytes]) -> None:

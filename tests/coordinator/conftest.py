@@ -34,7 +34,7 @@ class Bench:
 
     def __init__(self, **config: object) -> None:
         self.scheduler = Scheduler(CoordinatorConfig(port=0, **config))  # type: ignore[arg-type]
-        self.limits = registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=64, max_step_tokens=256)
+        self.limits = registry_pb2.WorkerLimits(max_sessions=8)
         self.targets: list[FakeTarget] = []
 
     def add_target(

@@ -19,7 +19,6 @@ from outrider.coordinator.sessions.messages import (
     Outcome,
     RoundResults,
     SessionFault,
-    TreeEnd,
 )
 from outrider.coordinator.sessions.session import Session
 from outrider.coordinator.workers.worker_link import Latency
@@ -144,7 +143,7 @@ def results_of(
         finishes=[target_pb2.Finish.Name(2 * outcome.is_over) for outcome in outcomes],
         cached_tokens=[outcome.cached_tokens for outcome in outcomes],
         lost=[outcome.lost for outcome in outcomes],
-        tree_ends=[target_pb2.TreeEnd.Name(outcome.tree_end) for outcome in outcomes],
+        tree_ends=[outcome.tree_end for outcome in outcomes],
         errors=[
             common_pb2.SessionError(session_id=session_id, epoch=epoch, code=_CODES[kind].value[0], message=message)
             for session_id, epoch, (kind, message) in faults
@@ -468,11 +467,12 @@ class FakeTarget:
         )
 
 
-def tree_end(tree: Tree, path: tuple[int, ...]) -> TreeEnd:
+def tree_end(tree: Tree, path: tuple[int, ...]) -> target_pb2.TreeEnd:
     """Where committed tokens have left a tree."""
     if path in tree:
-        return TreeEnd.COVERED
-    return TreeEnd.MISSED if any(other[:-1] == path[:-1] for other in tree) else TreeEnd.STARVED
+        return target_pb2.TREE_END_COVERED
+    is_missed = any(other[:-1] == path[:-1] for other in tree)
+    return target_pb2.TREE_END_MISSED if is_missed else target_pb2.TREE_END_STARVED
 
 
 @dataclass

@@ -92,7 +92,7 @@ class ReloadingTarget(RoundServicer):
             role=registry_pb2.WORKER_ROLE_TARGET,
             address=self._server.address,
             model=model,
-            limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
+            limits=registry_pb2.WorkerLimits(max_sessions=8),
             wire_version=WIRE_VERSION,
         )
         self._registered = [

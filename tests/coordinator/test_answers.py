@@ -85,7 +85,6 @@ def test_what_a_target_says_is_taken():
         {"report": common_pb2.StepReport(step_ns=(1 << 64) - 1)},
         {"report": common_pb2.StepReport(forward_ns=1 << 63)},
         {"report": common_pb2.StepReport(plain_ns=1 << 63)},
-        {"report": common_pb2.StepReport(tokens=(1 << 32) - 1)},
     ],
 )
 def test_what_no_target_says_is_refused(changes):
@@ -158,7 +157,7 @@ def test_a_message_has_no_more_nodes_of_a_session_than_a_pool_holds():
 
 
 def test_a_long_step_and_a_large_one_are_taken():
-    check_report(common_pb2.StepReport(step_ns=10**11, tokens=100_000))
+    check_report(common_pb2.StepReport(step_ns=10**11))
 
 
 # ---------------------------------------------------------------------------------------------------------- heartbeats
@@ -195,7 +194,7 @@ def test_what_drafts_report_is_taken():
     check_load(load())
     check_load(common_pb2.WorkerLoad())
     calibration = AcceptanceCalibration(branching=4)
-    calibration.observe(np.array([0, 1]), 1)
+    calibration.observe_parents(np.array([[1, 2, 0, 1]]))
     packed = pack_calibrations({GrowthSource.MODEL: calibration})
     assert packed.rules
     check_load(common_pb2.WorkerLoad(busy=1.0, calibration=packed))

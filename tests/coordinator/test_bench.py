@@ -62,8 +62,8 @@ def test_prompts_of_every_kind(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "prompts.jsonl:1: not JSON"),
-        ("[]", "either"),
+        ("{", "prompts.jsonl:1: it is not JSON"),
+        ("[]", "an object needed"),
         ('{"prompt": "a", "messages": []}', "either"),
         ('{"prompt": ""}', "must be a text"),
         ('{"prompt": [1, -1]}', "list of token ids"),
@@ -71,7 +71,7 @@ def test_prompts_of_every_kind(tmp_path):
         ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens"),
         ('{"prompt": "a", "category": 3}', "category"),
         ('{"prompt": "a", "id": "x"}\n{"prompt": "a", "id": "x"}', "two prompts have the id 'x'"),
-        ("", "no prompts"),
+        ("", "it is empty"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path, line: str, words: str):

@@ -27,7 +27,7 @@ from outrider.errors import WorkerUnavailable
 from outrider.sampling import SpeculationMode
 from outrider.v1 import draft_pb2, registry_pb2, target_pb2
 
-LIMITS = registry_pb2.WorkerLimits(max_sessions=50, max_step_tokens=64)
+LIMITS = registry_pb2.WorkerLimits(max_sessions=50)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ async def test_the_counters_of_a_run_are_those_of_its_rounds(bench):
     demand = bench.scheduler.totals.demand.message(sessions=0, undrafted_sessions=0)
     assert demand.tokens_total == 4 * 40
     assert demand.rounds_total == sum(result.speculation.verify_steps for result in results)
-    assert 4 <= demand.bare_rounds_total < demand.rounds_total
     # Of guesses that are right or wrong, and come late.
     assert demand.missed_rounds_total > 0
     assert demand.starved_rounds_total >= 4
@@ -59,10 +58,10 @@ async def test_nodes_below_one_parent_are_one_expansion(bench):
 
 
 def test_the_message_has_a_field_for_every_counter():
-    demand = DraftDemand(rounds=3, tokens=7, missed_rounds=1, starved_rounds=2, bare_rounds=4, target_ns=9)
+    demand = DraftDemand(rounds=3, tokens=7, missed_rounds=1, starved_rounds=2, target_ns=9)
     demand.plain_ns, demand.draft_steps, demand.draft_ns, demand.grown_sessions, demand.expanded_nodes = 8, 1, 2.6, 4, 5
     message = demand.message(sessions=2, undrafted_sessions=1)
     assert (message.rounds_total, message.tokens_total, message.target_ns_total, message.plain_ns_total) == (3, 7, 9, 8)
-    assert (message.missed_rounds_total, message.starved_rounds_total, message.bare_rounds_total) == (1, 2, 4)
+    assert (message.missed_rounds_total, message.starved_rounds_total) == (1, 2)
     assert (message.draft_steps_total, message.grown_sessions_total, message.expanded_nodes_total) == (1, 4, 5)
     assert (message.draft_ns_total, message.sessions, message.undrafted_sessions) == (2, 2, 1)

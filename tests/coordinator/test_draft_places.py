@@ -19,7 +19,7 @@ REJECTION = SamplingSpec(temperature=1.0, max_new_tokens=100_000, verification=V
 
 
 def room_for(count: int) -> registry_pb2.WorkerLimits:
-    return registry_pb2.WorkerLimits(max_sessions=count, max_tree_nodes=64, max_step_tokens=256)
+    return registry_pb2.WorkerLimits(max_sessions=count)
 
 
 def held(*drafts) -> list[int]:

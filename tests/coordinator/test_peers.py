@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.coordinator.running import coordinator_running
 from tests.polling import until
 
-from outrider import rpc
+from outrider import addresses, rpc
 from outrider.client import AsyncClient
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.sessions.config import CoordinatorConfig
@@ -175,7 +175,7 @@ async def test_an_abort_waits_for_a_peer_that_was_slow(monkeypatch: pytest.Monke
 
 
 async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.05)
+    monkeypatch.setattr(addresses, "_RESOLVE_PAUSE_S", 0.05)
     with mute_peer() as mute:
         listed = [mute]
         async with asyncio.timeout(30), asks(listed) as asking:
@@ -203,8 +203,8 @@ async def test_a_peer_that_is_asked_for_too_much_is_asked_again():
 
 
 async def test_a_list_that_does_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peers, "_RESOLVE_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.02)
+    monkeypatch.setattr(addresses, "_RESOLVE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(addresses, "_RESOLVE_PAUSE_S", 0.02)
     asked: list[bool] = []
 
     async def resolve() -> Sequence[str]:
@@ -222,7 +222,7 @@ async def test_a_list_that_does_not_come_is_asked_for_again(monkeypatch: pytest.
 async def test_peers_are_known_once_certificates_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.02)
+    monkeypatch.setattr(addresses, "_RESOLVE_PAUSE_S", 0.02)
     tls = TlsConfig.of_folder(tmp_path, Role.COORDINATOR)
     async with asyncio.timeout(30), asks(["127.0.0.1:1"], tls=tls) as asking:
         await until(lambda: "the list of coordinators cannot be followed" in caplog.text)

@@ -7,7 +7,6 @@ import pytest
 from outrider.coordinator.workers.routing import BLOCK_TOKENS, MOST_BLOCKS, PrefixRouter, block_keys
 from outrider.coordinator.workers.shared_places import SharedPlaces
 from outrider.coordinator.workers.target_peer import TargetPeer
-from outrider.v1 import registry_pb2
 
 NOTHING: Any = None
 
@@ -15,8 +14,7 @@ SHARED = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 
 
 def make_target(name: str, *, places: int = 16, sessions: int = 0) -> TargetPeer:
-    limits = registry_pb2.WorkerLimits(max_sessions=places)
-    target = TargetPeer(worker_id=name, link=NOTHING, places=SharedPlaces(limits))
+    target = TargetPeer(worker_id=name, link=NOTHING, places=SharedPlaces(places))
     take(target, sessions)
     return target
 

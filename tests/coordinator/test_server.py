@@ -117,11 +117,10 @@ class Worker:
         self.hash = tokenizer_hash(folder)
         self.changes = changes
         self.tells_load = True
-        self.lease: registry_pb2.Lease | None = None
         self.code: grpc.StatusCode | None = None
         self.details = ""
         self.registered = asyncio.Event()
-        self.asked_to_drain = asyncio.Event()
+        self.is_to_drain = asyncio.Event()
 
     async def __aenter__(self):
         add = {
@@ -145,11 +144,8 @@ class Worker:
     async def _register(self) -> None:
         call = registry_pb2_grpc.RegistryServiceStub(self.channel).Register(self._reports())
         try:
-            async for lease in call:
-                self.lease = lease
+            async for _lease in call:
                 self.registered.set()
-                if lease.drain:
-                    self.asked_to_drain.set()
             self.code = await call.code()
         except grpc.aio.AioRpcError as error:
             self.code, self.details = error.code(), error.details() or ""
@@ -163,7 +159,7 @@ class Worker:
             "model": common_pb2.ModelInfo(
                 name="fake", vocab_size=VOCABULARY, tokenizer_hash=self.hash, max_model_len=512
             ),
-            "limits": registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
+            "limits": registry_pb2.WorkerLimits(max_sessions=8),
             "wire_version": WIRE_VERSION,
         }
         yield registry_pb2.WorkerReport(introduction=registry_pb2.WorkerIntroduction(**settings | self.changes))
@@ -176,11 +172,11 @@ class Worker:
         await asyncio.Event().wait()
 
     async def _further_loads(self) -> AsyncIterator[common_pb2.WorkerLoad]:
-        """Yield the loads that a test sets, until the worker is asked to drain."""
-        asked = asyncio.create_task(self.asked_to_drain.wait())
-        while not asked.done():
+        """Yield the loads that a test sets, until the worker is to drain."""
+        draining = asyncio.create_task(self.is_to_drain.wait())
+        while not draining.done():
             load = asyncio.create_task(self.loads.get())
-            await asyncio.wait([asked, load], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([draining, load], return_when=asyncio.FIRST_COMPLETED)
             if load.done():
                 yield load.result()
             else:
@@ -315,9 +311,9 @@ async def test_a_draft_that_sends_nonsense_again_and_again_is_left_alone(coordin
         assert tokens_of(await generate(coordinator)) == ANSWER
         assert len(draft.servicer.commands) == commands
         assert states() == ["serving", "quarantined"]
-        # Who wants it to end does not wait for that.
+        # Where it drains meanwhile its lease ends at once.
         left_alone = coordinator.registry.workers[f"worker-{registry_pb2.WORKER_ROLE_DRAFT}"]
-        left_alone.ask_to_drain()
+        draft.is_to_drain.set()
         await until(lambda: draft.code is grpc.StatusCode.OK)
         assert left_alone.link is None
 
@@ -334,18 +330,10 @@ async def test_a_target_is_used_in_spite_of_quarantine_where_there_is_no_other(c
         assert len(tokens_of(await generate(coordinator))) == 20
 
 
-async def test_a_worker_is_asked_to_drain_and_its_lease_ends_in_order(coordinator, model_folder):
-    async with (
-        target_worker(coordinator, model_folder),
-        draft_worker(coordinator, model_folder) as draft,
-        open_channel(coordinator.address) as channel,
-    ):
+async def test_the_lease_of_a_worker_that_drains_ends_in_order(coordinator, model_folder):
+    async with target_worker(coordinator, model_folder), draft_worker(coordinator, model_folder) as draft:
         await until(lambda: all_serve(coordinator, 2))
-        registry = registry_pb2_grpc.RegistryServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError, match="'nobody'") as caught:
-            await registry.Drain(registry_pb2.DrainRequest(worker_id="nobody"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        await registry.Drain(registry_pb2.DrainRequest(worker_id=f"worker-{registry_pb2.WORKER_ROLE_DRAFT}"))
+        draft.is_to_drain.set()
         await until(lambda: draft.code is not None)
         assert draft.code is grpc.StatusCode.OK
         assert [status.introduction.role for status in coordinator.registry.statuses()] == [
@@ -397,8 +385,6 @@ async def test_silence_ends_the_lease(coordinator, model_folder):
     worker.tells_load = False
     async with worker:
         await until(lambda: worker.code is grpc.StatusCode.UNAVAILABLE)
-        assert worker.lease is not None
-        assert worker.lease.lease_ms == 400
         assert "no heartbeat" in worker.details
         assert not coordinator.scheduler.has_target
         assert not coordinator.registry.statuses()

@@ -38,19 +38,17 @@ def test_places_are_shared_by_need(coordinators: int, sessions: int, own: int, e
 
 
 def test_a_refused_place_is_not_used_before_the_worker_is_heard_again():
-    limits = registry_pb2.WorkerLimits(max_sessions=PLACES, max_tree_nodes=3)
-    shared = SharedPlaces(limits)
+    shared = SharedPlaces(PLACES)
     assert shared.hear(common_pb2.WorkerLoad(coordinators=1, sessions=8), 8) is False
     shared.hear(common_pb2.WorkerLoad(coordinators=2, sessions=3), 3)
-    assert (shared.limits.max_sessions, shared.limits.max_tree_nodes) == (7, 3)
+    assert shared.most_sessions == 7
     assert shared.note_refusal(5) is True
-    assert shared.limits.max_sessions == 5
+    assert shared.most_sessions == 5
     assert shared.hear(common_pb2.WorkerLoad(coordinators=2, sessions=6), 5)
     assert shared.note_refusal(3) is False
-    assert shared.limits.max_sessions == 3
+    assert shared.most_sessions == 3
     assert shared.note_refusal(4) is True
-    assert shared.limits.max_sessions == 3
-    assert limits.max_sessions == PLACES
+    assert shared.most_sessions == 3
 
 
 class Room:
@@ -87,7 +85,7 @@ class SharedTarget(FakeTarget):
 @pytest.fixture
 async def pair(make_bench):
     """Two coordinators' schedulers at one worker, which tells both every half second how it is."""
-    room, limits = Room(), registry_pb2.WorkerLimits(max_sessions=PLACES, max_tree_nodes=8, max_step_tokens=256)
+    room, limits = Room(), registry_pb2.WorkerLimits(max_sessions=PLACES)
     schedulers: dict[str, Scheduler] = {}
     targets: dict[str, SharedTarget] = {}
     for name in ("a", "b"):

@@ -14,7 +14,7 @@ from tests.coordinator.running import service_running
 from tests.coordinator.streams import LinkToStream, Stream, settle
 from tests.polling import until
 
-from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault, TreeEnd
+from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault
 from outrider.coordinator.workers.links import DraftLink
 from outrider.coordinator.workers.target_peer import WITHOUT_BOUND
 from outrider.drafting.draft_distribution import DraftDistribution, pack_distributions, unpack_distributions
@@ -274,19 +274,18 @@ async def test_a_rounds_results_are_told_by_session():
             )
         ],
         errors=[common_pb2.SessionError(session_id=12, epoch=3, code=8, message="full")],
-        report=common_pb2.StepReport(step_ns=50, forward_ns=40, tokens=10, sessions=2, plain_ns=45),
-        load=common_pb2.WorkerLoad(sessions=3),
+        report=common_pb2.StepReport(step_ns=50, forward_ns=40, plain_ns=45),
     )  # fmt: skip
     ((results,), lost) = await results_of(message)
     assert not lost
     first, second, third = results.outcomes
     assert first == Outcome(
         7, 1, [5, 6, 7], accepted=2, selected=3, selected_by_source=(2, 2, 0), grown_by_source=(5, 0, 0),
-        sources=[2, 6], cached_tokens=1, tree_end=TreeEnd.MISSED,
+        sources=[2, 6], cached_tokens=1, tree_end=target_pb2.TREE_END_MISSED,
     )  # fmt: skip
     assert second == Outcome(9, 2, [], selected_by_source=(0, 0, 0), sources=[], lost=5)
     assert (third.selected_by_source, third.grown_by_source) == ((4, 0, 0), (0, 0, 6))
-    assert third.tree_end is TreeEnd.COVERED
+    assert third.tree_end == target_pb2.TREE_END_COVERED
     assert third.logprobs is not None
     assert (third.token_ids, third.is_over, third.logprobs.top_token_ids) == ([8], True, [[8, 3]])
     assert (results.message, results.report, results.number) == (message, message.report, 1)

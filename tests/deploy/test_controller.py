@@ -106,9 +106,9 @@ def started(config: DeployConfig = CONFIG) -> ServingController:
     return ServingController(config, Roles(), home=HOME.node_id, owned=False)
 
 
-async def die(controller: Controller) -> None:
-    """Its process is gone, and all that ran in it."""
-    tasks = [*controller._tasks, *controller._scaler.watches]
+async def die() -> None:
+    """A controller's process is gone, and all that ran in it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,7 +121,7 @@ def names(controller: Controller, role: Role) -> list[str]:
 async def test_a_controller_whose_machine_has_died_finds_the_others_and_waits_for_a_place(cluster: SimpleNamespace):
     first = started(WITH_FRONT)
     assert await first.started() is None
-    await die(first)
+    await die()
     # With the machine the coordinator has gone as well, which only that machine can hold.
     cluster.nodes.remove(HOME)
     cluster.actors["mine/coordinator-0"].is_dead = True
@@ -182,7 +182,7 @@ async def test_a_replacement_that_its_controller_did_not_live_to_finish_leaves_a
     await until(lambda: first._actors.named("draft-2") is not None)
     first._save()
     replacing.cancel()
-    await die(first)
+    await die()
     second = started()
     await until(lambda: names(second, Role.DRAFT) == ["draft-0", "draft-1"])
     assert "mine/draft-2" not in cluster.actors
@@ -200,7 +200,7 @@ async def test_a_drain_that_is_asked_for_again_takes_one_away_and_not_two(cluste
     await until(lambda: controller._scaler.wanted[Role.DRAFT] == 1)
     controller._save()
     first.cancel()
-    await die(controller)
+    await die()
     successor = started()
     await successor.started()
     again = asyncio.create_task(successor.drain("draft-0"))

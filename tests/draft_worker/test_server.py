@@ -29,12 +29,13 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
     serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
     async with asyncio.timeout(100):
         address = await ready
-        introduction = await registry.introduced
-        assert await registry.reported == 128
+        await registry.until(lambda: bool(registry.loads))
+    (introduction,) = registry.introductions
+    assert registry.loads[0].slots_total == 128
     assert introduction.address == address
     assert introduction.role == registry_pb2.WORKER_ROLE_DRAFT
     assert (introduction.model.vocab_size, introduction.model.max_model_len) == (96, 256)
-    assert (introduction.limits.max_sessions, introduction.limits.max_tree_nodes) == (4, 30)
+    assert introduction.limits.max_sessions == 4
     async with rpc.open_channel(address) as channel, asyncio.timeout(100):
         call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
         opening = common_pb2.SessionOpen(
@@ -48,7 +49,8 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
             session_ids=[1], epochs=[1], positions=[3], token_counts=[1], tokens=uints_from_bytes(growth.tokens)[:1]
         )
         await call.write(draft_pb2.DraftCommands(incarnation=1, commits=commit))
-        (observed,) = (await registry.calibrated).rules
+        await registry.until(lambda: bool(registry.loads[-1].calibration.rules))
+        (observed,) = registry.loads[-1].calibration.rules
         assert (observed.rule, sum(observed.children), sum(observed.hits)) == ("coupled", 4, 1)
         stop.set()
         while await call.read():

@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 from tests.draft_worker.table_model import Bench
 
-from outrider.draft_worker.rounds.commands import Load
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.loop import GrowthLoop
@@ -163,9 +162,8 @@ async def test_growth_commits_and_close(worker: Worker):
         await stream.take_until(lambda: len(stream.nodes.get(1, {})) == 20)
         assert {(epoch, as_of) for _, epoch, as_of, _, _ in stream.growths} == {(1, 3)}
         report = stream.messages[0].report
-        assert (report.tokens, report.sessions) == (3, 1)
         assert report.step_ns > 0 < report.forward_ns
-        load = stream.messages[-1].load
+        load = worker.loop.load()
         assert (load.sessions, load.slots_total) == (1, 600)
         assert load.slots_used >= 3
         assert load.steps >= len(stream.messages)
@@ -379,16 +377,14 @@ async def test_a_session_rests_while_its_growth_is_not_read():
 
 
 def test_a_message_says_what_is_not_the_models_and_has_no_time_of_steps_then():
-    load = Load(3, 4, 5, 6, 0.5)
     growth = Growth(GrowthSource.NGRAM, step_ns=7)
     growth.owners, growth.session_ids, growth.epochs, growth.as_of = [None] * 2, [1, 2], [5, 6], [3, 4]
     growth.complete, growth.counts = [False, True], [2, 0]
     growth.node_ids, growth.parents, growth.tokens, growth.acceptance = [1, 3], [0, 1], [8, 9], [0.5, 0.25]
-    message = growth_message(growth, load)
+    message = growth_message(growth)
     assert message.source == GrowthSource.NGRAM
     assert not message.HasField("report")
     assert (list(message.as_of), list(message.node_counts), list(message.complete)) == ([3, 4], [2, 0], [False, True])
-    assert (message.load.sessions, message.load.steps, message.load.busy) == (3, 6, 0.5)
 
 
 def test_a_message_carries_every_nodes_distribution():
@@ -398,8 +394,8 @@ def test_a_message_carries_every_nodes_distribution():
     bench.open(2)
     growth = bench.step()
     assert growth is not None
-    message = growth_message(growth, Load(2, 0, 0, 1, 0.0))
-    assert (message.report.tokens, message.report.sessions, message.source) == (6, 2, GrowthSource.MODEL)
+    message = growth_message(growth)
+    assert (message.report.steps, message.source) == (1, GrowthSource.MODEL)
     _, _, tokens = nodes_of(message)
     found = unpack_distributions(message.distributions, len(tokens))
     counts = dict(zip(message.session_ids, message.node_counts, strict=True))

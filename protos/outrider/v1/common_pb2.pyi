@@ -198,20 +198,16 @@ class SessionOpen(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[GrowthSource, str]]] = ..., traceparent: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step_ns", "forward_ns", "tokens", "sessions", "plain_ns", "steps")
+    __slots__ = ("step_ns", "forward_ns", "plain_ns", "steps")
     STEP_NS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_NS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     step_ns: int
     forward_ns: int
-    tokens: int
-    sessions: int
     plain_ns: int
     steps: int
-    def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., plain_ns: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., plain_ns: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration", "step_age_ms", "preparing", "coordinators", "weights")

@@ -40,7 +40,7 @@ class CommitBatch(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftGrowth(_message.Message):
-    __slots__ = ("session_ids", "epochs", "as_of", "node_counts", "node_ids", "parents", "tokens", "acceptance", "complete", "errors", "report", "load", "distributions", "source", "forgot", "again")
+    __slots__ = ("session_ids", "epochs", "as_of", "node_counts", "node_ids", "parents", "tokens", "acceptance", "complete", "errors", "report", "distributions", "source", "forgot", "again")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     AS_OF_FIELD_NUMBER: _ClassVar[int]
@@ -52,7 +52,6 @@ class DraftGrowth(_message.Message):
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     FORGOT_FIELD_NUMBER: _ClassVar[int]
@@ -68,9 +67,8 @@ class DraftGrowth(_message.Message):
     complete: _containers.RepeatedScalarFieldContainer[bool]
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
     report: _common_pb2.StepReport
-    load: _common_pb2.WorkerLoad
     distributions: _common_pb2.DraftDistributions
     source: _common_pb2.GrowthSource
     forgot: _containers.RepeatedScalarFieldContainer[bool]
     again: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.GrowthSource, str]] = ..., forgot: _Optional[_Iterable[bool]] = ..., again: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.GrowthSource, str]] = ..., forgot: _Optional[_Iterable[bool]] = ..., again: _Optional[_Iterable[bool]] = ...) -> None: ...

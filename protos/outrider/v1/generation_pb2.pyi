@@ -355,14 +355,13 @@ class ServerInfo(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., running_sessions: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., requests_total: _Optional[int] = ..., emitted_tokens_total: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., dropped_nodes_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., refused_total: _Optional[int] = ..., draft_demand: _Optional[_Union[DraftDemand, _Mapping]] = ..., weights: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class DraftDemand(_message.Message):
-    __slots__ = ("sessions", "undrafted_sessions", "rounds_total", "tokens_total", "missed_rounds_total", "starved_rounds_total", "bare_rounds_total", "target_ns_total", "plain_ns_total", "draft_steps_total", "draft_ns_total", "grown_sessions_total", "expanded_nodes_total")
+    __slots__ = ("sessions", "undrafted_sessions", "rounds_total", "tokens_total", "missed_rounds_total", "starved_rounds_total", "target_ns_total", "plain_ns_total", "draft_steps_total", "draft_ns_total", "grown_sessions_total", "expanded_nodes_total")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     UNDRAFTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     MISSED_ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STARVED_ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    BARE_ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TARGET_NS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PLAIN_NS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -375,14 +374,13 @@ class DraftDemand(_message.Message):
     tokens_total: int
     missed_rounds_total: int
     starved_rounds_total: int
-    bare_rounds_total: int
     target_ns_total: int
     plain_ns_total: int
     draft_steps_total: int
     draft_ns_total: int
     grown_sessions_total: int
     expanded_nodes_total: int
-    def __init__(self, sessions: _Optional[int] = ..., undrafted_sessions: _Optional[int] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., missed_rounds_total: _Optional[int] = ..., starved_rounds_total: _Optional[int] = ..., bare_rounds_total: _Optional[int] = ..., target_ns_total: _Optional[int] = ..., plain_ns_total: _Optional[int] = ..., draft_steps_total: _Optional[int] = ..., draft_ns_total: _Optional[int] = ..., grown_sessions_total: _Optional[int] = ..., expanded_nodes_total: _Optional[int] = ...) -> None: ...
+    def __init__(self, sessions: _Optional[int] = ..., undrafted_sessions: _Optional[int] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., missed_rounds_total: _Optional[int] = ..., starved_rounds_total: _Optional[int] = ..., target_ns_total: _Optional[int] = ..., plain_ns_total: _Optional[int] = ..., draft_steps_total: _Optional[int] = ..., draft_ns_total: _Optional[int] = ..., grown_sessions_total: _Optional[int] = ..., expanded_nodes_total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("introduction", "load", "state", "lease_age_ms")

@@ -121,33 +121,15 @@ class WorkerIntroduction(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class WorkerLimits(_message.Message):
-    __slots__ = ("max_sessions", "max_tree_nodes", "max_step_tokens")
+    __slots__ = ("max_sessions",)
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
-    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_sessions: int
-    max_tree_nodes: int
-    max_step_tokens: int
-    def __init__(self, max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_sessions: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("incarnation", "heartbeat_interval_ms", "lease_ms", "drain")
+    __slots__ = ("incarnation", "heartbeat_interval_ms")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
-    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     heartbeat_interval_ms: int
-    lease_ms: int
-    drain: bool
-    def __init__(self, incarnation: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain: bool = ...) -> None: ...
-
-class DrainRequest(_message.Message):
-    __slots__ = ("worker_id",)
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
-
-class DrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ...) -> None: ...

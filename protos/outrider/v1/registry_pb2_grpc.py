@@ -39,11 +39,6 @@ class RegistryServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_registry__pb2.WorkerReport.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_registry__pb2.Lease.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/outrider.v1.RegistryService/Drain',
-                request_serializer=outrider_dot_v1_dot_registry__pb2.DrainRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_registry__pb2.DrainResponse.FromString,
-                _registered_method=True)
         self.Reload = channel.stream_stream(
                 '/outrider.v1.RegistryService/Reload',
                 request_serializer=outrider_dot_v1_dot_registry__pb2.ReloadCommand.SerializeToString,
@@ -58,13 +53,6 @@ class RegistryServiceServicer(object):
         """The worker writes an introduction, then loads at the lease's interval. The stream's end is the lease's end.
         FAILED_PRECONDITION: the worker does not fit (another tokenizer, another vocabulary), with the reason.
         The lease of a worker that drains ends with OK once none of this coordinator's sessions is left there.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Asks a worker over its lease to drain and to end, and returns at once. NOT_FOUND: no such worker is registered here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,11 +74,6 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=outrider_dot_v1_dot_registry__pb2.WorkerReport.FromString,
                     response_serializer=outrider_dot_v1_dot_registry__pb2.Lease.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=outrider_dot_v1_dot_registry__pb2.DrainRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_registry__pb2.DrainResponse.SerializeToString,
             ),
             'Reload': grpc.stream_stream_rpc_method_handler(
                     servicer.Reload,
@@ -125,33 +108,6 @@ class RegistryService(object):
             '/outrider.v1.RegistryService/Register',
             outrider_dot_v1_dot_registry__pb2.WorkerReport.SerializeToString,
             outrider_dot_v1_dot_registry__pb2.Lease.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/outrider.v1.RegistryService/Drain',
-            outrider_dot_v1_dot_registry__pb2.DrainRequest.SerializeToString,
-            outrider_dot_v1_dot_registry__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

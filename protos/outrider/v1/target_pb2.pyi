@@ -142,7 +142,7 @@ class SessionBounds(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., allow: _Optional[_Iterable[int]] = ..., alone: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class RoundResults(_message.Message):
-    __slots__ = ("session_ids", "epochs", "token_counts", "tokens", "accepted_counts", "selected_counts", "accepted_sources", "finishes", "cached_tokens", "lost", "logprobs", "errors", "report", "load", "selected_by_source", "tree_ends", "grown_by_source")
+    __slots__ = ("session_ids", "epochs", "token_counts", "tokens", "accepted_counts", "selected_counts", "accepted_sources", "finishes", "cached_tokens", "lost", "logprobs", "errors", "report", "selected_by_source", "tree_ends", "grown_by_source")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -156,7 +156,6 @@ class RoundResults(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FIELD_NUMBER: _ClassVar[int]
     SELECTED_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TREE_ENDS_FIELD_NUMBER: _ClassVar[int]
     GROWN_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -173,8 +172,7 @@ class RoundResults(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
     report: _common_pb2.StepReport
-    load: _common_pb2.WorkerLoad
     selected_by_source: _containers.RepeatedScalarFieldContainer[int]
     tree_ends: _containers.RepeatedScalarFieldContainer[TreeEnd]
     grown_by_source: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., selected_counts: _Optional[_Iterable[int]] = ..., accepted_sources: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[Finish, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., selected_by_source: _Optional[_Iterable[int]] = ..., tree_ends: _Optional[_Iterable[_Union[TreeEnd, str]]] = ..., grown_by_source: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., selected_counts: _Optional[_Iterable[int]] = ..., accepted_sources: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[Finish, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., selected_by_source: _Optional[_Iterable[int]] = ..., tree_ends: _Optional[_Iterable[_Union[TreeEnd, str]]] = ..., grown_by_source: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -62,7 +62,7 @@ class LearnedBuckets:
     def __init__(self, prior: npt.NDArray[Any], *, prior_strength: float, decay: float) -> None:
         assert prior_strength > 0 and 0 < decay <= 1
         # learned: [T] estimates now, of the prior's dtype; changes in place.
-        self.learned, self.version = prior.copy(), 0
+        self.learned = prior.copy()
         # Hits that the prior is worth, hits, trials.
         self._tried = np.zeros((3, len(prior)))
         self._tried[0] = prior * prior_strength
@@ -154,18 +154,13 @@ class AcceptanceCalibration(LearnedBuckets):
             estimates = np.where(learned[:, None], self.learned[buckets], self.prior[buckets])
         return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
 
-    def observe(self, buckets: IntArray | Sequence[int], hit: int) -> None:
-        """Count the children of one parent on the committed path; `hit` is negative if none of them was committed."""
-        self.observe_parents(np.array([[hit, len(buckets), *buckets]], dtype=np.int64))
-
     def observe_parents(self, seen: IntArray) -> None:
-        """`observe` of several parents, one after the other.
+        """Count the children of parents on the committed path, one parent after the other.
 
         Args:
-            seen: [n, 2 + k] which child was committed, how many there are, and their buckets.
+            seen: [n, 2 + k] which child was committed (negative: none), how many there are, and their buckets.
         """
         _observe_parents(seen, self.arrays)
-        self.version += len(seen)
 
 
 @compiled

@@ -15,7 +15,6 @@ class StepCounts:
     prefill_steps: int = 0  # steps of a prompt alone
     rows: int = 0  # of all forwards: nodes, roots and prefill tokens
     sessions: int = 0  # of all steps
-    busy_ns: int = 0
     step: Histogram = field(default_factory=step_seconds)
     forward: Histogram = field(default_factory=step_seconds)
 
@@ -33,7 +32,6 @@ class StepCounts:
         self.prefill_steps += is_prefill
         self.rows += rows
         self.sessions += sessions
-        self.busy_ns += step_ns
         self.step.observe(step_ns)
         self.forward.observe(forward_ns)
 
@@ -64,7 +62,7 @@ def describe_worker(
     families.by_label("counter", f"{role}_model_steps", "Steps of the model.", "kind", steps)
     families.counter(f"{role}_model_rows", "Rows of all forwards: nodes, roots and prefill tokens.", counts.rows)
     families.counter(f"{role}_model_sessions", "Sessions of all steps, one counted once a step.", counts.sessions)
-    families.counter(f"{role}_model_busy_seconds", "Time in steps.", counts.busy_ns / 1e9)
+    families.counter(f"{role}_model_busy_seconds", "Time in steps.", counts.step.total / 1e9)
     families.histogram(f"{role}_model_step_seconds", "A step, model and bookkeeping.", counts.step)
     families.histogram(f"{role}_model_forward_seconds", "Time of the model's forward pass in a step.", counts.forward)
     families.gauge("num_sessions", "Sessions that are open here.", gauges.sessions)

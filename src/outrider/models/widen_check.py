@@ -22,42 +22,58 @@ from outrider.models import held_out_prompts
 from outrider.models.widen import load_small
 
 PROMPTS, PROMPT_TOKENS = 4, 48
-HIGHEST_PADDING_LOGIT = -50.0
-# Of float32 sums in another order, measured at 1e-5 on the embedded pair, whose logits reach 30.
-_FLOAT32_TOLERANCE = 1e-4
+_HIGHEST_PADDING_LOGIT = -50.0
+FLOAT32_TOLERANCE = 1e-4
+"""Deviation of float32 sums in another order, measured at 1e-5 on the embedded pair, whose logits reach 30."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckReport:
+class LogitsReport:
     """Differences between the logits of two models, over all positions and real entries."""
 
     deviation: float  # root mean square of the differences
     # Fixed for float32 checkpoints; for bfloat16 ones as far as the small model's own logits in bfloat16 arithmetic
     # are from those in float32.
     allowed_deviation: float
-    largest_difference: float  # of any entry
     positions: int  # how many were compared
     same_choice: float  # share of positions with the same largest entry
     padding_logit: float  # the largest of any padding entry
-    padding_mass: float  # probability of all padding entries at the worst position, softmax in float32
 
     def __str__(self) -> str:
         return (
             f"at {self.positions} positions, in float32 arithmetic, logits differ by {self.deviation:.2g} (root mean "
-            f"square, {self.allowed_deviation:.2g} allowed), at most {self.largest_difference:.2g}; same choice at "
-            f"{self.same_choice:.1%}; padding entries at most {self.padding_logit:.0f}, "
-            f"their probability {self.padding_mass:g}"
+            f"square, {self.allowed_deviation:.2g} allowed); same choice at {self.same_choice:.1%}; padding entries at "
+            f"most {self.padding_logit:.0f}"
         )
 
     def raise_if_wrong(self) -> None:
-        """Raise CheckpointError unless the function is the same and padding entries hold no mass."""
+        """Raise CheckpointError unless the function is the same and padding entries are never chosen."""
         # Asked this way round so that NaN fails.
         if not self.deviation <= self.allowed_deviation:
             raise CheckpointError(f"the widened logits differ by {self.deviation:.2g} (root mean square), "
                                   f"{self.allowed_deviation:.2g} allowed")  # fmt: skip
-        if not (self.padding_logit < HIGHEST_PADDING_LOGIT and self.padding_mass == 0):
-            raise CheckpointError(f"padding entries reach logit {self.padding_logit:.1f} and "
-                                  f"probability {self.padding_mass:.2g}")  # fmt: skip
+        if not self.padding_logit < _HIGHEST_PADDING_LOGIT:
+            raise CheckpointError(f"padding entries reach logit {self.padding_logit:.1f}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport(LogitsReport):
+    """Differences between the logits of two targets or drafts."""
+
+    largest_difference: float  # of any entry
+    padding_mass: float  # probability of all padding entries at the worst position, softmax in float32
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}, their probability {self.padding_mass:g}; "
+            f"the largest difference is {self.largest_difference:.2g}"
+        )
+
+    def raise_if_wrong(self) -> None:
+        """Raise CheckpointError unless the function is the same and padding entries hold no mass."""
+        super().raise_if_wrong()
+        if self.padding_mass != 0:
+            raise CheckpointError(f"padding entries reach probability {self.padding_mass:.2g}")
 
 
 def check_tokens(source: Path) -> torch.Tensor:
@@ -81,7 +97,7 @@ def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, lay
         small = _load(source, torch.float32)(**inputs).logits
         large = (_load_layer_by_layer if layer_by_layer else _load)(folder, torch.float32)(**inputs).logits
         if config.dtype == torch.float32:
-            allowed = _FLOAT32_TOLERANCE
+            allowed = FLOAT32_TOLERANCE
         else:
             allowed = root_mean_square(_load(source, torch.bfloat16)(**inputs).logits.float() - small)
     real, padding = large[..., : small.shape[-1]], large[..., small.shape[-1] :]

@@ -8,7 +8,6 @@ Shapes: L tokens of a text, W hidden, w hidden of the small head, F features, V 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.eagle import BlockHead, EagleHead, load_eagle_head
-from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
-from outrider.models.widen_check import HIGHEST_PADDING_LOGIT, no_progress_bar, root_mean_square
+from outrider.models.widen_check import FLOAT32_TOLERANCE, LogitsReport, no_progress_bar, root_mean_square
 from outrider.models.widened_weights import WidenedLlama
-
-# Of float32 sums in another order.
-_FLOAT32_TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleReport:
-    """Differences between the logits of two heads, over all real entries of all drafting steps."""
-
-    deviation: float  # root mean square of the differences
-    # Fixed for float32 checkpoints; for bfloat16 ones as far as the small head's own logits in bfloat16 arithmetic
-    # are from those in float32.
-    allowed_deviation: float
-    same_choice: float  # share of rows with the same largest entry
-    padding_logit: float  # the largest of any padding entry that the head has a row for
-    rows: int  # how many were compared
-
-    def __str__(self) -> str:
-        return (
-            f"at {self.rows} rows, in float32 arithmetic, logits differ by {self.deviation:.2g} (root mean square, "
-            f"{self.allowed_deviation:.2g} allowed); same choice at {self.same_choice:.1%}; padding entries at most "
-            f"{self.padding_logit:.0f}"
-        )
-
-    def raise_if_wrong(self) -> None:
-        """Raise CheckpointError unless the function is the same and padding entries are never drafted."""
-        # Asked this way round so that NaN fails.
-        if not self.deviation <= self.allowed_deviation:
-            raise CheckpointError(f"the widened head's logits differ by {self.deviation:.2g} (root mean square), "
-                                  f"{self.allowed_deviation:.2g} allowed")  # fmt: skip
-        if not self.padding_logit < HIGHEST_PADDING_LOGIT:
-            raise CheckpointError(f"padding entries reach logit {self.padding_logit:.1f}")
 
 
 @torch.no_grad()
 def check_eagle(
     folder: Path, source: Path, target: Path, wide_target: WidenedLlama, token_ids: torch.Tensor
-) -> EagleReport:
-    """Compare the head in `folder` with the small one in `source`.
+) -> LogitsReport:
+    """Compare the head in `folder` with the small one in `source`, at the positions of all drafting steps.
 
     Args:
         target: checkpoint folder of the small target.
@@ -86,7 +52,7 @@ def check_eagle(
     expected = [logits for stream in streams for logits in drafting_steps(head, *stream)]
     dtype = wide_target.dtype
     if dtype == torch.float32:
-        allowed = _FLOAT32_TOLERANCE
+        allowed = FLOAT32_TOLERANCE
     else:
         rounded = [logits for stream in streams for logits in drafting_steps(load(dtype), *stream)]
         allowed = root_mean_square(torch.cat(rounded).float() - torch.cat(expected))
@@ -99,12 +65,12 @@ def check_eagle(
              for logits in drafting_steps(wide, _widened(features, wide_table, len(head.taps)), tokens)]  # fmt: skip
     small, large = torch.cat(expected), torch.cat(found)
     real, padding = large[:, : small.shape[1]], large[:, small.shape[1] :]
-    return EagleReport(
+    return LogitsReport(
         deviation=root_mean_square(real - small),
         allowed_deviation=allowed,
+        positions=len(small),
         same_choice=(large.argmax(-1) == small.argmax(-1)).float().mean().item(),
         padding_logit=padding.max().item(),
-        rows=len(small),
     )
 
 

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from outrider import rpc
-from outrider.addresses import Resolve
+from outrider.addresses import Followed, Resolve
 from outrider.errors import WorkerRefused, WorkerUnavailable
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -32,8 +32,6 @@ _REFUSALS = (
 _MIN_BACKOFF_S = 0.1
 # A coordinator that restarts has its workers back within this time of its own start.
 _MAX_BACKOFF_S = 1.0
-_RESOLVE_PAUSE_S = 1.0
-_RESOLVE_TIMEOUT_S = 5.0
 
 
 class Registration:
@@ -44,7 +42,6 @@ class Registration:
 
     Args:
         tls: own proof, of the introduction's role; the coordinator has to prove its own. None talks in the clear.
-        on_drain_asked: called when the coordinator asks the worker to drain.
         serves_others: whether the worker is of use without this coordinator.
     """
 
@@ -55,14 +52,12 @@ class Registration:
         load: Load,
         *,
         tls: TlsConfig | None = None,
-        on_drain_asked: Callable[[], None] = lambda: None,
         serves_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self._tls = tls
         self._introduction = introduction
         self._load = load
-        self._on_drain_asked = on_drain_asked
         self._serves_others = serves_others
         self._leaving = asyncio.Event()
         self.leases = 0  # that it has given so far
@@ -119,9 +114,6 @@ class Registration:
                             self.leases += 1
                             self.holds_lease = True
                             logger.info("registered at %s as %s", self.address, self._introduction.worker_id)
-                        if answer.drain:
-                            logger.info("%s asks this worker to drain", self.address)
-                            self._on_drain_asked()
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSALS:
                     logger.error("%s refuses this worker: %s", self.address, error.details())
@@ -153,6 +145,9 @@ class Registration:
         return self._leaving.is_set()
 
 
+_Held = tuple[Registration, asyncio.Task[None]]
+
+
 class Registrar:
     """Keeps a worker registered with every coordinator of a list; those that leave the list are left in order.
 
@@ -170,22 +165,19 @@ class Registrar:
         drain_s: float,
         tls: TlsConfig | None = None,
     ) -> None:
-        self._resolve = resolve
         self._introduction = introduction
         self._load = load
         self._tls = tls
         self._drain_s = drain_s
-        self._held: dict[str, tuple[Registration, asyncio.Task[None]]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._following: asyncio.Task[None] | None = None
-        self._unresolved = ""
-        self.drain_asked = asyncio.Event()  # set when a coordinator asks the worker to drain and end
+        self._followed = Followed(resolve, join=self._join, leave=self._leave)
+        self._held = self._followed.members
+        self._is_in_order = True
         # Done with WorkerRefused when a coordinator does not take this worker, and none has before.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         """Begin to register."""
-        self._following = asyncio.create_task(self._follow(), name="registrar")
+        self._followed.start()
 
     async def close(self, *, in_order: bool = True) -> None:
         """Leave every coordinator.
@@ -193,51 +185,21 @@ class Registrar:
         Args:
             in_order: tells them first and lets them move their sessions away, within `drain_s`.
         """
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-        held, self._held = self._held, {}
-        leaving = [self._leave(registration, task, in_order=in_order) for registration, task in held.values()]
-        await asyncio.gather(*leaving, *self._leaving)
+        self._is_in_order = in_order
+        await self._followed.close()
         self.failed.cancel()
 
-    async def _follow(self) -> None:
-        while True:
-            wanted = await self._addresses()
-            for address in wanted:
-                if address not in self._held:
-                    self._join(address)
-            for address in self._held.keys() - set(wanted):
-                logger.info("%s is no coordinator of the list any more", address)
-                left = asyncio.create_task(self._leave(*self._held.pop(address), in_order=True))
-                self._leaving.add(left)
-                left.add_done_callback(self._leaving.discard)
-            await asyncio.sleep(_RESOLVE_PAUSE_S)
-
-    async def _addresses(self) -> list[str]:
-        """The list, or what it was if it cannot be told."""
-        try:
-            async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-                wanted, trouble = list(await self._resolve()), ""
-        except Exception as error:  # noqa: BLE001 - whatever an injected resolver raises, what is held stays
-            wanted, trouble = list(self._held), f"{type(error).__name__}: {error}"
-        if trouble and trouble != self._unresolved:
-            logger.warning("the list of coordinators cannot be read, the last one holds: %s", trouble)
-        self._unresolved = trouble
-        return wanted
-
-    def _join(self, address: str) -> None:
+    def _join(self, address: str) -> _Held:
         registration = Registration(
             address,
             self._introduction,
             self._shared_load,
             tls=self._tls,
-            on_drain_asked=self.drain_asked.set,
             serves_others=lambda: any(other.leases for other, _ in self._held.values()),
         )
         task = asyncio.create_task(registration.keep(), name=f"registration at {address}")
-        self._held[address] = registration, task
         task.add_done_callback(self._note_end)
+        return registration, task
 
     def _shared_load(self) -> common_pb2.WorkerLoad:
         load = self._load()
@@ -248,9 +210,10 @@ class Registrar:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
             self.failed.set_exception(error)
 
-    async def _leave(self, registration: Registration, task: asyncio.Task[None], *, in_order: bool) -> None:
+    async def _leave(self, held: _Held) -> None:
+        registration, task = held
         registration.leave()
-        if in_order and registration.holds_lease:
+        if self._is_in_order and registration.holds_lease:
             await asyncio.wait([task], timeout=self._drain_s)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -95,7 +95,7 @@ async def serve_worker(
     stop: asyncio.Event | None = None,
     resolve: Resolve | None = None,
 ) -> None:
-    """Serve a worker until `stop` is set or a coordinator asks it to end; then it drains.
+    """Serve a worker until `stop` is set; then it drains.
 
     Args:
         make_worker: makes it of its configuration, not started yet.
@@ -146,7 +146,6 @@ async def _serve(
         front.share_cores()
         await until_any(
             stop.wait(),
-            registrar.drain_asked.wait(),
             registrar.failed,
             thread.watch.watch(),
             *(asyncio.wrap_future(end) for end in (thread.stopped, front.failed, *loaded.failures)),

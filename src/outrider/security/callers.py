@@ -2,7 +2,7 @@
 
 TargetService, DraftService   coordinator
 RegistryService               draft, target; each may register as what its certificate says, and nothing else
-RegistryService/Drain, Reload coordinator: whoever runs the service
+RegistryService/Reload        coordinator: whoever runs the service
 PeerService                   coordinator
 GenerationService             whoever has a token (coordinator/api/access.py)
 VllmEngine                    the same: another door to the same generations
@@ -24,7 +24,6 @@ _CALLERS: dict[str, frozenset[Role]] = {
     "outrider.v1.DraftService": frozenset({Role.COORDINATOR}),
     "outrider.v1.RegistryService": frozenset({Role.DRAFT, Role.TARGET}),
     "outrider.v1.PeerService": frozenset({Role.COORDINATOR}),
-    "outrider.v1.RegistryService/Drain": frozenset({Role.COORDINATOR}),
     "outrider.v1.RegistryService/Reload": frozenset({Role.COORDINATOR}),
 }
 _OPEN = frozenset(

@@ -18,7 +18,6 @@ from outrider.draft_worker.rounds.commands import (
     CommitCommand,
     HoldCommand,
     LeaveCommand,
-    Load,
     ResendCommand,
 )
 from outrider.draft_worker.rounds.drafters import Drafters
@@ -38,15 +37,13 @@ class Owner:
     def __init__(self) -> None:
         self.growths: list[Growth] = []
         self.sessions: list[SessionGrowth] = []
-        self.loads: list[Load] = []
         self.failures: list[tuple[int, int, type[OutriderError]]] = []
         self._changed = threading.Condition()
 
-    def deliver(self, growth: Growth, load: Load) -> None:
+    def deliver(self, growth: Growth) -> None:
         with self._changed:
             self.growths.append(growth)
             self.sessions += sessions_of(growth)
-            self.loads.append(load)
             self._changed.notify_all()
 
     def fail(self, session_id: int, epoch: int, error: OutriderError) -> None:
@@ -91,7 +88,7 @@ def test_growth_goes_to_the_owner_of_its_session():
     assert {own.session_id for own in other.sessions} == {2}
     assert drafters.num_sessions == 2
     assert not one.failures
-    load = one.loads[-1]
+    load = loop.load()
     assert (load.sessions, load.slots_total) == (2, 600)
     assert load.steps >= len(one.growths)
     assert load.slots_used > 0 < load.busy <= 1

@@ -41,7 +41,8 @@ def experienced(branching: int) -> AcceptanceCalibration:
     """One that has learned at random."""
     chance, calibration = np.random.default_rng(branching), AcceptanceCalibration(branching=branching)
     for _ in range(500):
-        calibration.observe(chance.integers(0, len(calibration.learned), 2), int(chance.integers(-1, 2)))
+        buckets = chance.integers(0, len(calibration.learned), 2)
+        calibration.observe_parents(np.array([[chance.integers(-1, 2), 2, *buckets]]))
     return calibration
 
 

@@ -2,76 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
+from tests.registering import Registry
 
-from outrider import rpc
 from outrider.addresses import resolver
 from outrider.errors import WorkerRefused
 from outrider.roles.registration import Registrar, Registration
-from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
-
-SERVICE = "outrider.v1.RegistryService"
-
-
-@dataclass
-class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
-    """Gives leases of 10 ms heartbeats, unless it refuses; ends them when the worker drains; notes what it hears."""
-
-    refusal: str = ""
-    end_after: int = 1 << 30
-    refused: int = 0
-    introductions: list[registry_pb2.WorkerIntroduction] = field(default_factory=list)
-    loads: list[common_pb2.WorkerLoad] = field(default_factory=list)
-    is_left: bool = False
-    ends_leases: bool = True
-    asks_to_drain: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def Register(  # noqa: N802
-        self, request_iterator: AsyncIterator[registry_pb2.WorkerReport], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[registry_pb2.Lease]:
-        heard = 0
-        async for report in request_iterator:
-            if self.refusal:
-                self.refused += 1
-                self.changed.set()
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
-            if report.WhichOneof("report") == "introduction":
-                self.introductions.append(report.introduction)
-                yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10, lease_ms=1000)
-            else:
-                self.loads.append(report.load)
-                if self.asks_to_drain:
-                    yield registry_pb2.Lease(drain=True)
-            if report.draining:
-                self.is_left = True
-            self.changed.set()
-            if report.draining and self.ends_leases:
-                return
-            heard += 1
-            if heard > self.end_after:
-                return
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def serve(self, address: str = "127.0.0.1:0") -> rpc.RoleServer:
-        server = rpc.RoleServer(
-            services=[SERVICE],
-            add_services=lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(self, server),
-            address=address,
-        )
-        await server.start()
-        return server
+from outrider.v1 import common_pb2, registry_pb2
 
 
 def introduction() -> registry_pb2.WorkerIntroduction:
@@ -99,7 +38,7 @@ def registrar(*entries: str, drain_s: float = 10.0) -> Registrar:
 
 
 async def test_introduces_itself_then_reports_its_load() -> None:
-    registry = FakeRegistry()
+    registry = Registry()
     server = await registry.serve()
     given = introduction()
     task = asyncio.create_task(Registration(server.address, given, load).keep())
@@ -111,7 +50,7 @@ async def test_introduces_itself_then_reports_its_load() -> None:
 
 
 async def test_a_refusal_is_raised_with_its_reason() -> None:
-    server = await FakeRegistry(refusal="another tokenizer").serve()
+    server = await Registry(refusal="another tokenizer").serve()
     worker = registrar(server.address)
     worker.start()
     with pytest.raises(WorkerRefused, match="another tokenizer"):
@@ -121,7 +60,7 @@ async def test_a_refusal_is_raised_with_its_reason() -> None:
 
 
 async def test_a_wrong_coordinator_in_the_list_costs_the_others_nothing(tmp_path: Path) -> None:
-    registries = [FakeRegistry(), FakeRegistry(refusal="another tokenizer")]
+    registries = [Registry(), Registry(refusal="another tokenizer")]
     servers = [await registry.serve() for registry in registries]
     path = tmp_path / "coordinators"
     path.write_text(f"{servers[0].address}\n")
@@ -140,13 +79,13 @@ async def test_a_wrong_coordinator_in_the_list_costs_the_others_nothing(tmp_path
 
 
 async def test_comes_back_when_a_lease_ends_and_when_the_coordinator_restarts() -> None:
-    registry = FakeRegistry(end_after=2)
+    registry = Registry(end_after=2)
     server = await registry.serve()
     task = asyncio.create_task(Registration(server.address, introduction(), load).keep())
     await registry.until(lambda: len(registry.introductions) >= 2)
     address = server.address
     await server.stop(grace_s=0)
-    registry = FakeRegistry()
+    registry = Registry()
     server = await registry.serve(address)
     await registry.until(lambda: len(registry.loads) >= 1)
     # A refusal after a lease was held is waited out: the coordinator may still hold the former lease.
@@ -160,7 +99,7 @@ async def test_comes_back_when_a_lease_ends_and_when_the_coordinator_restarts() 
 
 
 async def test_joins_and_leaves_coordinators_as_the_list_says(tmp_path: Path) -> None:
-    registries = [FakeRegistry(), FakeRegistry(), FakeRegistry()]
+    registries = [Registry(), Registry(), Registry()]
     servers = [await registry.serve() for registry in registries]
     path = tmp_path / "coordinators"
     path.write_text(f"{servers[0].address}\n# {servers[1].address}\n{servers[2].address}\n")
@@ -188,13 +127,12 @@ async def test_joins_and_leaves_coordinators_as_the_list_says(tmp_path: Path) ->
 
 
 async def test_leaving_waits_for_the_coordinator_but_not_for_ever() -> None:
-    registries = [FakeRegistry(ends_leases=False), FakeRegistry(asks_to_drain=True)]
+    registries = [Registry(ends_leases=False), Registry()]
     servers = [await registry.serve() for registry in registries]
     worker = registrar(*(server.address for server in servers), "127.0.0.1:9", drain_s=3.0)
     worker.start()
-    async with asyncio.timeout(30):
-        await worker.drain_asked.wait()
-    await registries[0].until(lambda: bool(registries[0].loads))
+    for registry in registries:
+        await registry.until(lambda registry=registry: bool(registry.loads))
     began = time.monotonic()
     async with asyncio.timeout(60):
         closing = asyncio.create_task(worker.close())

@@ -29,7 +29,6 @@ ALLOWED = {
     "outrider.v1.TargetService/Reload": COORDINATOR,
     "outrider.v1.DraftService/Speculate": COORDINATOR,
     "outrider.v1.RegistryService/Register": WORKERS,
-    "outrider.v1.RegistryService/Drain": COORDINATOR,
     "outrider.v1.RegistryService/Reload": COORDINATOR,
     "outrider.v1.PeerService/Find": COORDINATOR,
     "outrider.v1.PeerService/End": COORDINATOR,

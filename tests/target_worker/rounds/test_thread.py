@@ -19,7 +19,6 @@ from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     Command,
     LeaveCommand,
-    Load,
     OpenCommand,
     RoundCost,
 )
@@ -52,10 +51,10 @@ class Owner:
     """Notes what it is told."""
 
     results: list[SessionResult] = field(default_factory=list)
-    rounds: list[tuple[Sequence[SessionResult], RoundCost | None, Load]] = field(default_factory=list)
+    rounds: list[tuple[Sequence[SessionResult], RoundCost | None]] = field(default_factory=list)
 
-    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
-        self.rounds.append((results, cost, load))
+    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None) -> None:
+        self.rounds.append((results, cost))
         self.results += results
 
     def tokens(self, number: int) -> list[int]:
@@ -106,14 +105,14 @@ def test_results_come_to_their_owners_one_round_at_a_time(served, reference_mode
     plain = plain_decode(reference_model, PROMPT, SPEC).tokens
     for number in range(4):
         assert owners[number % 2].tokens(number) == plain[: 8 + number]
-    for results, cost, load in (entry for owner in owners for entry in owner.rounds):
+    for results, cost in (entry for owner in owners for entry in owner.rounds):
         assert len({result.key for result in results}) == len(results)
         assert len({result.round for result in results}) == 1
         assert cost is None or (cost.rows >= len(results) and cost.step_ns >= cost.forward_ns > 0)
-        assert load.slots_total == 512
     assert not {result.key for result in owners[0].results} & {result.key for result in owners[1].results}
     wait_until(lambda: not thread.load.sessions and not thread.load.slots_used)
     wait_until(lambda: not thread.watch.age_s)
+    assert thread.load.slots_total == 512
     assert thread.load.steps == thread.counts.verify_steps + thread.counts.prefill_steps > 8
     assert thread.counts.rows > 4 * len(PROMPT)
     wait_until(lambda: thread.report().busy)
