@@ -301,7 +301,7 @@ class _Worker:
             name=self._name, vocab_size=_VOCAB_SIZE, tokenizer_hash=tokenizer_hash(embedded_target_path()),
             max_model_len=_MODEL_LEN,
         )  # fmt: skip
-        limits = registry_pb2.WorkerLimits(max_sessions=2 * self._options.sessions, max_tree_nodes=64)
+        limits = registry_pb2.WorkerLimits(max_sessions=2 * self._options.sessions)
         introduction = registry_pb2.WorkerIntroduction(
             worker_id=self._name,
             name=self._name,
@@ -392,7 +392,7 @@ class Target(_Worker):
                     cached_tokens=[0] * count,
                     lost=[0] * count,
                     tree_ends=[target_pb2.TREE_END_COVERED] * count,
-                    report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count),
+                    report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000),
                 )
             )
         results.tokens[:] = [_now_token()] * (count * tokens)
@@ -471,9 +471,7 @@ class Draft(_Worker):
                 tokens=uints_to_bytes([5] * (rows * nodes)),
                 acceptance=floats_to_bytes([0.5] * (rows * nodes)),
                 complete=[False] * rows,
-                report=common_pb2.StepReport(
-                    step_ns=100_000, forward_ns=50_000, tokens=count, sessions=count, steps=steps
-                ),
+                report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, steps=steps),
                 source=common_pb2.GROWTH_SOURCE_MODEL,
             )
         growth.node_ids = b"".join(uints_to_bytes([number]) * (count * nodes) for number in numbers)
