@@ -19,7 +19,6 @@ class RoundConfig:
         capacity: C, candidates of a session; a power of two.
         places: D, draft workers of a session; a power of two.
         logprobs: K, most alternatives with log probabilities.
-        least_value: nodes that the target accepts with a lower estimated chance are left out.
     """
 
     max_sessions: int
@@ -31,4 +30,3 @@ class RoundConfig:
     capacity: int = MOST_NODES
     places: int = 4
     logprobs: int = 20
-    least_value: float = 0.01

@@ -56,6 +56,8 @@ from outrider.wire import split_by_counts
 
 # Where a round has left a tree that has not got the last token.
 _LEFT = (TreeEnd.MISSED, TreeEnd.STARVED)
+# Nodes of a lower value are never worth a row, whatever a row costs.
+_LEAST_VALUE = 0.01
 
 
 @dataclass(kw_only=True, eq=False)
@@ -585,7 +587,7 @@ class RoundLoop:
         bucket, allowance = self._times.plan(self._gains, demand)
         planned = self._admission.plan_chunks(prompts, allowance)
         prefill = sum(chunk.size for chunk in planned)
-        least_value = 0.0 if is_sync else max(self._times.least_value, self._config.least_value)
+        least_value = 0.0 if is_sync else max(self._times.least_value, _LEAST_VALUE)
         self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
         growth_steps = 0
         if self._drafter is not None:

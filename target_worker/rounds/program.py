@@ -130,13 +130,12 @@ class RoundProgram:
         count = len(self.buckets)
         self._early_words = self._column(count + 2, dtype=torch.int64)
         totals = self._early_words[count:].view(torch.int32)
-        self._least_value = config.least_value
+        self._least_value = 0.0
         self._selection = replace(
             Selection.allocate(self.pool, [bucket.selected for bucket in self.buckets]),
             gains=self._early_words[:count],
             totals=totals[:2],
             needed=totals[2:3],
-            least_value=torch.full((1,), self._least_value, dtype=torch.float32, device=device),
         )
         self._packed = [
             Packed.allocate(self.pool, bucket.selected, scrap_slot=num_slots, extra_rows=bucket.prefill)

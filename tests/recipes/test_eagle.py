@@ -207,15 +207,6 @@ def test_text_is_written_anew_for_another_target(recipe: Any, tmp_path: Path) ->
     assert modified_ns() > first
 
 
-def test_acceptance_is_that_of_the_rounds(recipe: Any) -> None:
-    acceptance = importlib.import_module("acceptance")
-    found = acceptance.measure(
-        embedded_target_path(), [[5, 6, 7, 8]], steps=3, temperature=0.0, new_tokens=9, branching=2
-    )
-    # The target drafts for itself: a token of each step, and one of the round.
-    assert 2 < found <= 4
-
-
 @pytest.mark.parametrize("kind", ["head", "block"])
 def test_a_drafter_for_another_target(recipe: Any, tmp_path: Path, kind: str) -> None:
     """A target of SmolLM2's proportions and conversations in its recipe's files: a drafter that the engine loads."""
