@@ -1,4 +1,4 @@
-"""Speed of every operator of `outrider.ops` on this GPU, against the hardware's limit and against FlashInfer.
+"""Speed of the operators of rounds and growth steps on this GPU, against the hardware's limit and FlashInfer.
 
     python benchmarks/kernels.py [--only NAME ...] [--quick] [--output-json FILE]
     python benchmarks/kernels.py --list

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from benchmarks import results
-from benchmarks.kernel_bench import attention, draft_inputs, pool, probabilities, sampling, trees
+from benchmarks.kernel_bench import attention, pool, probabilities, sampling
 from benchmarks.kernel_bench.case import Case, Machine, Work
 from benchmarks.kernel_bench.report import LeftOut, Row, Times, make_row, print_report
 from benchmarks.kernel_bench.timing import GraphTimer, measure_machine, time_eagerly_us
 from rich.console import Console
 
-_GROUPS = (attention, sampling, trees, probabilities, draft_inputs, pool)
+_GROUPS = (attention, sampling, probabilities, pool)
 _NEEDS_CUDA, _FAILED = 2, 1
 _QUICK_REPLAYS, _REPLAYS = 5, 21
 
@@ -57,7 +57,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks/kernels.py", description="Times every operator on one GPU.")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/kernels.py", description="Times the operators of rounds and growth steps on one GPU."
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="operators, by (a part of) their name")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no references")
     parser.add_argument("--list", action="store_true", help="name the cases and stop; needs no GPU")

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from benchmarks.kernel_bench.case import Case, Run, Subject, Work, size_of
-from benchmarks.kernel_bench.forest import make_forest
 from benchmarks.kernel_bench.logits import VOCABULARY, zipf_logits
 
 _BATCHES = (1, 64)
 _NODES, _DRAFTS = 64, 5
 # Draft logits differ from the target's by noise of this deviation: some four of five drafts are accepted.
 _DRAFT_NOISE = 0.5
+# Nodes that a node may hang from, the last ones before it: some twenty levels at 64 nodes.
+_REACH = 6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Forest:
+    """Random trees of n nodes for bs requests, parents before children.
+
+    Attributes:
+        parents: [bs, n] int64, -1 for the root.
+        links: retrive_index, retrive_next_token and retrive_next_sibling, each [bs, n] int64.
+        max_depth: levels below the root.
+    """
+
+    parents: torch.Tensor
+    links: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    max_depth: int
 
 
 def cases() -> list[Case]:
@@ -44,7 +62,7 @@ def cases() -> list[Case]:
 def _build_tree(batch: int, device: torch.device, _flashinfer: Any) -> Subject:
     from outrider.kernels import tree_sampling
 
-    forest = make_forest(batch, _NODES, device)
+    forest = _make_forest(batch, _NODES, device)
     target = torch.stack([zipf_logits(_NODES, device).softmax(dim=-1) for _ in range(batch)])
     outputs = (
         torch.zeros(batch * _NODES, dtype=torch.int32, device=device),
@@ -65,6 +83,28 @@ def _build_tree(batch: int, device: torch.device, _flashinfer: Any) -> Subject:
         reference=lambda: reference(*outputs, *inputs),
         # The row of the final token has to be read; of the others a few entries.
         work=Work(bytes_moved=batch * VOCABULARY * target.element_size()),
+    )
+
+
+def _make_forest(batch: int, nodes: int, device: torch.device) -> _Forest:
+    generator = np.random.default_rng(batch * 1000 + nodes)
+    parents, next_token, next_sibling = np.full((3, batch, nodes), -1)
+    depths = np.zeros((batch, nodes), dtype=np.int64)
+    for request in range(batch):
+        last_child: dict[int, int] = {}
+        for node in range(1, nodes):
+            parent = int(generator.integers(max(0, node - _REACH), node))
+            parents[request, node] = parent
+            depths[request, node] = depths[request, parent] + 1
+            if parent in last_child:
+                next_sibling[request, last_child[parent]] = node
+            else:
+                next_token[request, parent] = node
+            last_child[parent] = node
+    rows = np.arange(batch * nodes).reshape(batch, nodes)
+    index, token, sibling = (torch.from_numpy(array).to(device) for array in (rows, next_token, next_sibling))
+    return _Forest(
+        parents=torch.from_numpy(parents).to(device), links=(index, token, sibling), max_depth=int(depths.max())
     )
 
 

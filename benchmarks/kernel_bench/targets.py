@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ARGMAX_ONLY = "argmax only"
 GREEDY = "temperature 0"
 
 
@@ -55,8 +54,6 @@ class Target:
         return None if None in limits else False
 
 
-SMALL = Target(microseconds=6)
-
 TARGETS: dict[str, Target] = {
     "tree_attention, below 16k tokens": Target(times_floor=1.35, part_of_flashinfer=1.5),
     "tree_attention, below 16k tokens, 64 nodes": Target(times_floor=1.9, part_of_flashinfer=1.5),
@@ -64,17 +61,13 @@ TARGETS: dict[str, Target] = {
     "tree_attention, 64 nodes": Target(times_floor=1.9, part_of_flashinfer=2.5),
     "coupled_choice": Target(times_beside=(GREEDY, 1.5)),
     "coupled_choice, top-k and top-p": Target(times_beside=(GREEDY, 3.0)),
-    "verify_tree_greedy": SMALL,
-    "build_tree_kernel_efficient": SMALL,
-    "reconstruct_indices_from_tree_mask": SMALL,
-    "draft_inputs": SMALL,
     "tree_speculative_sampling_target_only, batch 1": Target(microseconds=20),
     "tree_speculative_sampling_target_only, batch 64": Target(microseconds=60),
     "chain_speculative_sampling": Target(part_of_flashinfer=1),
     "graft": Target(microseconds=12),
     "graft, one row": Target(microseconds=25),
     "select": Target(microseconds=20),
-    "pack": SMALL,
+    "pack": Target(microseconds=6),
     "re_root": Target(microseconds=8),
     "pool, one session": Target(microseconds=20),
 }
