@@ -8,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from outrider.kernels.compiled import IS_COMPILED
-
 
 def _draft() -> None:
     import torch
@@ -61,11 +59,10 @@ _GROUPS: tuple[Callable[[], None], ...] = (_draft, _pool)
 
 
 def main() -> int:
-    """Compile each group in a process of its own; nothing where nothing is compiled."""
-    if IS_COMPILED:
-        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            for done in [pool.submit(group) for group in _GROUPS]:
-                done.result()
+    """Compile each group in a process of its own."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for done in [pool.submit(group) for group in _GROUPS]:
+            done.result()
     return 0
 
 

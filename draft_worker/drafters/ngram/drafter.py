@@ -29,7 +29,6 @@ from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, Key, SessionStart
 from outrider.drafting.growth_source import GrowthSource
 from outrider.errors import OutOfSlots
-from outrider.kernels.compiled import IS_COMPILED
 from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays
 from outrider.kernels.pool.graft import graft_reference
 from outrider.kernels.pool.re_root import re_root_reference
@@ -290,8 +289,6 @@ class NgramDrafter:
 @functools.cache
 def warm_up() -> None:
     """Compile the loops, or load what was compiled, before anybody waits for it."""
-    if not IS_COMPILED:
-        return
     trie = SharedTrie(NgramTrie(capacity=100, max_trie_depth=4), ProposalConfig())
     trie.trie.insert(([0, 1, 0, 1], 0))
     drafter = NgramDrafter(trie, vocab_size=2, max_model_len=9, max_sessions=1)

@@ -1,7 +1,7 @@
 """The trie that all sessions of a worker share: proposals at once, insertions on a thread of their own.
 
 Texts are queued and inserted a few tokens at a time, so a proposal waits for those few at most. Their number follows
-from how long insertions take, with numba and without. A waiting proposal is next: without that, the inserting thread
+from how long insertions take. A waiting proposal is next: without that, the inserting thread
 would take the lock again before the other thread has woken up. If the system suspends the inserting thread while it
 holds the lock, the proposal is put off instead of waiting.
 
@@ -18,20 +18,17 @@ from queue import Empty, SimpleQueue
 
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Proposals, TextTails, propose
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
-from outrider.kernels.compiled import IS_COMPILED
 
 logger = logging.getLogger(__name__)
 
-HOLD_NS = 400_000 if IS_COMPILED else 1_000_000
-"""Time that an insertion may hold the lock, about. Plain Python needs more: fewer tokens at a time cost more each."""
+HOLD_NS = 400_000
+"""Time that an insertion may hold the lock, about."""
 MAX_AT_ONCE = 512
 """Most tokens that are inserted at a time."""
 # Memory is made ready for this many tokens, each of which may make a node of every depth.
 _READY_TOKENS = 2048
 # Tokens of a corpus that are queued at a time.
 _CORPUS_PIECE = 4096
-# Plain Python holds the interpreter, which growth and messages need too: it rests as long as it has worked.
-_REST = 0.0 if IS_COMPILED else 1.0
 # How often the thread that queues a corpus looks whether the queue has room.
 _POLL_S = 0.005
 
@@ -108,8 +105,6 @@ class SharedTrie:
 
     def start(self) -> None:
         """Start the inserting thread. `drafter.warm_up` compiles what it runs; call it before."""
-        if not IS_COMPILED:
-            logger.warning("n-grams grow in plain Python, several times slower: numba is not installed")
         self.trie.make_ready(_READY_TOKENS * self.trie.max_trie_depth)
         self._thread.start()
 
@@ -211,8 +206,6 @@ class SharedTrie:
             counts.longest_hold_ns = max(counts.longest_hold_ns, held)
             counts.most_at_once = max(counts.most_at_once, new)
             self._at_once = next_at_once(self._at_once, new, took)
-            if _REST:
-                time.sleep(_REST * took * 1e-9)
             self.trie.make_ready(_READY_TOKENS * self.trie.max_trie_depth)
 
     def _next_pieces(self) -> list[_Text]:

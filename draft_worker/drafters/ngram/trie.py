@@ -10,7 +10,6 @@ No insertion takes long. Nodes are found by (parent, token) in a hash table of f
 parents before their children, so the least recently used node never has children; so are a node's children, the most
 recently used first. The nodes' memory is reserved at the start; the system provides it as it is first used.
 
-The loops are compiled by numba; where it cannot be installed, they run in plain Python, several times slower.
 Parameters are named as in SGLang's n-gram speculation; the structure is our own.
 """
 
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.draft_worker.drafters.ngram.options import MAX_DEPTH, MIN_DEPTH
-from outrider.kernels.compiled import IS_COMPILED, compiled, entries
+from outrider.kernels.compiled import compiled
 
 ROOT = 0
 # Entries of Nodes.state.
@@ -69,7 +68,7 @@ class NgramTrie:
         self._heads = np.full(1 << capacity.bit_length(), 0, np.int32)
         self._ready = 1
         arrays = [*self._rows.T[: len(Nodes._fields) - 2], self._heads, np.zeros(2, np.int64)]
-        self.nodes = Nodes(*map(entries, arrays))
+        self.nodes = Nodes(*arrays)
 
     def __len__(self) -> int:
         """Nodes in use, without the root."""
@@ -88,8 +87,6 @@ class NgramTrie:
         """
         ends, starts = np.cumsum([len(tokens) for tokens, _ in texts]), np.array([start for _, start in texts])
         tokens = np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in texts])
-        columns: Any = (tokens, ends, starts)
-        tokens, ends, starts = columns if IS_COMPILED else (column.tolist() for column in columns)
         _insert(self.nodes, tokens, ends, starts, self.max_trie_depth, self.capacity)
 
     def make_ready(self, nodes: int) -> None:

@@ -1,16 +1,13 @@
 """The drafter's trees against plain objects, one node at a time, over random sessions, proposals and commits.
 
 `PlainSession` and `PlainCalibration` say what a tree and the calibration are; the loops over the pool are held
-to them, with numba and without.
+to them.
 """
 
 import random
-import subprocess
-import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -293,18 +290,3 @@ class Twins:
 @pytest.mark.parametrize("seed", range(6))
 def test_trees_are_those_of_plain_objects(seed: int):
     assert Twins(seed).go_on(150) > 1000
-
-
-def test_plain_python_grows_the_same():
-    """The same loops without numba, in a process that does not find it."""
-    code = (
-        "import sys; sys.modules['numba'] = None\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from outrider.kernels.compiled import IS_COMPILED\n"
-        "from test_trees import Twins\n"
-        "assert not IS_COMPILED\n"
-        "assert Twins(3).go_on(60) > 300\n"
-        "print('the same')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("the same\n", 0), done.stderr

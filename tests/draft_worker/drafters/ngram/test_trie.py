@@ -175,39 +175,16 @@ def test_many_texts_at_once_are_each_as_alone():
         assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree.tokens)
 
 
-def test_without_numba_it_is_the_same():
-    """In a process that has no numba; where the tests have none either, they have shown it already."""
-    code = (
-        "import sys; sys.modules['numba'] = None\n"
-        "from outrider.draft_worker.drafters.ngram import trie as tries\n"
-        "from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, TextTails, propose\n"
-        "assert not tries.IS_COMPILED\n"
-        "trie = tries.NgramTrie(capacity=60, max_trie_depth=4)\n"
-        "for first in range(30): trie.insert(([first % 7, first % 5, first % 3, first % 2], 0))\n"
-        "print(propose(trie, TextTails.of([[5, 0], [1, 1, 1], [9]], 3), ProposalConfig()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    trie = NgramTrie(capacity=60, max_trie_depth=4)
-    for first in range(30):
-        trie.insert(([first % 7, first % 5, first % 3, first % 2], 0))
-    assert done.stdout.strip() == str(propose(trie, TextTails.of([[5, 0], [1, 1, 1], [9]], 3), ProposalConfig()))
-
-
 def test_where_nothing_can_be_written_it_is_compiled_at_every_start():
-    """The class of errors with which numba says so; where the tests have no numba, nothing is compiled."""
+    """The class of errors with which numba says so."""
     code = (
-        "import sys\n"
-        "try:\n"
-        "    import numba\n"
-        "except ImportError:\n"
-        "    sys.exit()\n"
+        "import numba\n"
         "plain = numba.njit\n"
         "def njit(cache=False, **options):\n"
         "    if cache: raise RuntimeError('cannot cache function: no locator available')\n"
         "    return plain(**options)\n"
         "numba.njit = njit\n"
         "from outrider.draft_worker.drafters.ngram import trie\n"
-        "assert trie.IS_COMPILED\n"
         "assert not hasattr(trie.find, '_cache') or not trie.find.stats.cache_path\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
