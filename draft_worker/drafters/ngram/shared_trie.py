@@ -58,7 +58,6 @@ class TrieCounts:
     proposed_nodes: int = 0
     match_ns: int = 0  # time that asking took, waiting included
     longest_wait_ns: int = 0  # that a proposal waited for an insertion
-    longest_hold_ns: int = 0  # that an insertion held the lock, in CPU time: the longest wait on an idle machine
     most_at_once: int = 0  # tokens that were inserted under one lock
     put_off: int = 0  # times that a proposal was put off
     queued_tokens: int = 0  # of sessions
@@ -191,9 +190,9 @@ class SharedTrie:
             with self._next:
                 self._lock.acquire()
             try:
-                began, cpu_began = time.perf_counter_ns(), time.thread_time_ns()
+                began = time.perf_counter_ns()
                 self.trie.insert(*pieces)
-                took, held = time.perf_counter_ns() - began, time.thread_time_ns() - cpu_began
+                took = time.perf_counter_ns() - began
             except BaseException:
                 # Links may be half made: nobody may follow them once the lock is released.
                 self.failed = True
@@ -203,7 +202,6 @@ class SharedTrie:
             new = sum(len(tokens) - start for tokens, start in pieces)
             counts = self.counts
             counts.inserted_tokens += new
-            counts.longest_hold_ns = max(counts.longest_hold_ns, held)
             counts.most_at_once = max(counts.most_at_once, new)
             self._at_once = next_at_once(self._at_once, new, took)
             self.trie.make_ready(_READY_TOKENS * self.trie.max_trie_depth)
