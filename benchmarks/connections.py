@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console(width=220, highlight=False).print(table, *missed, sep="\n", markup=False)
     if options.output_json is not None:
         document = results.provenance("connections.py", sys.argv[1:] if arguments is None else arguments)
-        document |= {"machine": _machine(), "notes": options.notes, "runs": rows}
+        document |= {"machine": _machine(), "runs": rows}
         results.write(document, options.output_json)
     return int(bool(missed))
 
@@ -67,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3, help="runs of each number and door (default 3)")
     add("--max-new-tokens", type=int, default=16, help="of a request (default 16)")
     add("--output-json", type=Path, default=None, help="file for the figures")
-    add("--notes", default="", help="what else the file is to say")
     return parser
 
 

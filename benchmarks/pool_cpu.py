@@ -1,6 +1,6 @@
 """Time the candidate pool's operators on a CPU: a target's round and a draft worker's step.
 
-    python benchmarks/pool_cpu.py [--sessions 8] [--entries 128] [--output-json FILE]
+    python benchmarks/pool_cpu.py [--sessions 8] [--output-json FILE]
 
 Medians in microseconds of calls as a worker makes them, checks included, with one thread.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _REPEATS = 500
+# Of each session.
+_ENTRIES = 128
 
 
 def main() -> int:
@@ -26,7 +28,6 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description="Times the candidate pool's operators on a CPU.")
     parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--entries", type=int, default=128, help="of each session")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -40,11 +41,11 @@ def main() -> int:
     report = results.provenance("pool_cpu.py", sys.argv[1:]) | {
         "machine": f"{platform.machine()}, {platform.processor() or 'processor not named'}, one thread",
         "sessions": options.sessions,
-        "entries": options.entries,
+        "entries": _ENTRIES,
         "repeats": _REPEATS,
     }
     for name, makers, nodes in (("target", target, 64), ("drafter", drafter, 32)):
-        bench = pool.PoolBench(options.sessions, nodes, name == "drafter", torch.device("cpu"), entries=options.entries)
+        bench = pool.PoolBench(options.sessions, nodes, name == "drafter", torch.device("cpu"), entries=_ENTRIES)
         report[name] = _time({operator: make(bench) for operator, make in makers.items()}, bench.restore)
     results.write(report, options.output_json)
     return 0

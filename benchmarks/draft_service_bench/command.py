@@ -24,6 +24,10 @@ from rich.table import Table
 from outrider.roles.awake import cores_awake
 
 _ROOT = Path(__file__).resolve().parents[2]
+# Each session makes the time between two commits longer.
+_SESSION_MS = 0.15
+# Chance that the best child of an accepted node is accepted.
+_ACCEPTANCE = 0.85
 # Sessions of one coordinator are closed before the next opens its own, and are never mistaken for them.
 _incarnations = itertools.count(1)
 
@@ -37,12 +41,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before each")
     parser.add_argument("--repeats", type=int, default=2, help="measurements of each; the table has their medians")
-    parser.add_argument("--round-ms", type=float, default=5.0, help="between two commits of the target, and")
-    parser.add_argument("--session-ms", type=float, default=0.15, help="more of it for each session")
-    parser.add_argument("--acceptance", type=float, default=0.85, help="of the best child")
+    parser.add_argument("--round-ms", type=float, default=5.0, help="between two commits of a target with few sessions")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--live-nodes", type=int, default=256)
     parser.add_argument("--keep-cores-awake", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
@@ -106,10 +107,9 @@ def _measured(
     load = Load(
         sessions=sessions,
         prompt_tokens=options.prompt_tokens,
-        round_ms=options.round_ms + options.session_ms * sessions,
-        acceptance=options.acceptance,
+        round_ms=options.round_ms + _SESSION_MS * sessions,
+        acceptance=_ACCEPTANCE,
         temperature=options.temperature,
-        live_nodes=options.live_nodes,
         vocab_size=serving["vocab_size"],
         max_len=serving["max_len"],
     )

@@ -15,6 +15,8 @@ from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from outrider.wire import floats_from_bytes, split_by_counts, uints_from_bytes, uints_to_bytes
 
+LIVE_NODES = 256
+"""Most nodes of each session's tree."""
 # Most nodes of a path that one round accepts, as of a request's own limits.
 _DEPTH = 16
 # Chance that the next sibling is accepted where the better ones were not.
@@ -33,7 +35,6 @@ class Load:
         round_ms: between two commits.
         acceptance: chance that the best child of an accepted node is accepted.
         temperature: of all sessions.
-        live_nodes: of each session's tree.
         vocab_size: of prompts.
         max_len: most tokens of a session.
     """
@@ -43,7 +44,6 @@ class Load:
     round_ms: float
     acceptance: float
     temperature: float
-    live_nodes: int
     vocab_size: int
     max_len: int
 
@@ -177,7 +177,7 @@ class FakeCoordinator:
     def _openings(self) -> list[common_pb2.SessionOpen]:
         load = self._load
         limits = common_pb2.SpeculationLimits(
-            mode=common_pb2.SPECULATION_MODE_ASYNC, max_live_nodes=load.live_nodes, max_depth=_DEPTH
+            mode=common_pb2.SPECULATION_MODE_ASYNC, max_live_nodes=LIVE_NODES, max_depth=_DEPTH
         )
         return [
             common_pb2.SessionOpen(

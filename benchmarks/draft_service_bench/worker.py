@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import uvloop
+from benchmarks.draft_service_bench.coordinator import LIVE_NODES
 from benchmarks.function_source import FunctionSource
 
 from outrider.draft_worker import server
@@ -158,14 +159,14 @@ def main() -> None:
         folder, source = embedded_draft_path(), None
         if options["device"] == "cuda":
             folder, source = stack.enter_context(_widened(options["shape"]))
-        sessions, live_nodes, max_len = max(options["sessions"]), options["live_nodes"], _MAX_LEN[options["device"]]
+        sessions, max_len = max(options["sessions"]), _MAX_LEN[options["device"]]
         config = DraftWorkerConfig(
             model_path=folder,
             device=options["device"],
             max_num_seqs=sessions,
             max_model_len=max_len,
-            max_live_nodes=live_nodes,
-            num_slots=sessions * (max_len + live_nodes),
+            max_live_nodes=LIVE_NODES,
+            num_slots=sessions * (max_len + LIVE_NODES),
         )
         device = "CPU" if options["device"] == "cpu" else torch.cuda.get_device_name()
         vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]

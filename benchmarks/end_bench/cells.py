@@ -64,9 +64,7 @@ class Cell:
         mode: off, sync or async.
         temperature: of all requests.
         sessions: that run at a time.
-        rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
-        turn: the cells of one turn are compared with each other.
         coordinators: that the sessions are spread over.
         target_gpus: of each target.
         most_gpus: that there are; workers of further ones share the last.
@@ -78,9 +76,7 @@ class Cell:
     mode: str
     temperature: float
     sessions: int
-    rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
-    turn: int = 0
     coordinators: int = 1
     target_gpus: int = 1
     most_gpus: int = 4
@@ -97,8 +93,8 @@ class Cell:
     def name(self) -> str:
         """In a line of progress."""
         parts = [f"{self.mode} {self.setup.name}"]
-        if self.rule != "coupled":
-            parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
+        if self.synthetic:
+            parts.append(" ".join(["synthetic", *(f"{rate:g}" for rate in self.synthetic)]))
         if self.link:
             parts.append(f"{self.added_ms:g} ms to {self.link}")
         if self.coordinators > 1:
@@ -114,11 +110,9 @@ class Plan:
         sessions, temperatures, modes: of the cells that are compared with each other.
         setups: of the cells; the first with one target and a drafter is what the others are compared with.
         baselines_at: temperatures of the other setups.
-        rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
         only_synthetic: no other drafts with the first setup.
         round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
-        turns: how often all of it.
         coordinators: numbers of those that sessions are spread over: every cell once with each.
         target_gpus: of each target.
         gpus: that there are.
@@ -129,11 +123,9 @@ class Plan:
     modes: Sequence[str]
     setups: Sequence[Setup]
     baselines_at: Sequence[float] = ()
-    rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
     only_synthetic: bool = False
     round_trips: Sequence[float] = ()
-    turns: int = 1
     coordinators: Sequence[int] = (1,)
     target_gpus: int = 1
     gpus: int = 4
@@ -145,11 +137,10 @@ class Plan:
 
 
 def cells_of(plan: Plan) -> list[Cell]:
-    """All cells, turn after turn, those that the others are compared with first."""
+    """All cells, those that the others are compared with first."""
     cells = [*_baselines(plan)] if plan.base is None else [*_compared(plan, plan.base), *_baselines(plan)]
     return [
-        replace(cell, turn=turn, coordinators=coordinators, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
-        for turn in range(plan.turns)
+        replace(cell, coordinators=coordinators, target_gpus=plan.target_gpus, most_gpus=plan.gpus)
         for coordinators in plan.coordinators
         for cell in dict.fromkeys(cells)
     ]
@@ -165,10 +156,6 @@ def _compared(plan: Plan, base: Setup) -> Iterator[Cell]:
         for sessions in plan.sessions:
             for mode in sorted(coupled, key=_FIRST_MODES.index):
                 yield cell(mode, temperature, sessions)
-    for rule in plan.rules:
-        for temperature in (temperature for temperature in plan.temperatures if temperature > 0):
-            for sessions in plan.sessions:
-                yield from (cell(mode, temperature, sessions, rule=rule) for mode in drafted)
     for temperature in plan.temperatures if plan.round_trips else ():
         for sessions in plan.sessions:
             for link, added_ms in product(LINKS if base.drafts else LINKS[1:], plan.round_trips):
@@ -176,7 +163,7 @@ def _compared(plan: Plan, base: Setup) -> Iterator[Cell]:
     if plan.synthetic:
         for sessions in plan.sessions:
             for mode in drafted:
-                yield cell(mode, plan.temperatures[0], sessions, rule="synthetic", synthetic=plan.synthetic)
+                yield cell(mode, plan.temperatures[0], sessions, synthetic=plan.synthetic)
 
 
 def _baselines(plan: Plan) -> Iterator[Cell]:

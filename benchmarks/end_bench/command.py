@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from benchmarks import results
 from benchmarks.end_bench import arrivals, report
 from benchmarks.end_bench.arrivals import Arrivals
 from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
-from benchmarks.end_bench.driving import Drivers, Load, Rule
+from benchmarks.end_bench.driving import Drivers, Load
 from benchmarks.end_bench.figures import CellFigures, as_dicts, categories_as_dicts
 from benchmarks.end_bench.options import arrivals_of, parse, plan_of, service_options
 from benchmarks.end_bench.prompts import Prompts, conversations_of, prompts_of
@@ -212,7 +212,6 @@ class Bench:
             traced=1 if cell.setup.targets > 1 else min(cell.sessions, _TRACED),
             mode=cell.mode,
             temperature=cell.temperature,
-            rule=cast("Rule", cell.rule),
             synthetic=cell.synthetic,
             max_new_tokens=self.max_new_tokens,
             begin_s=begin_s,
@@ -240,7 +239,7 @@ class Bench:
         """
         began_s = time.monotonic()
         until_s = began_s + _LEAD_S
-        once = replace(load, mode="off", rule="coupled", synthetic=(), max_new_tokens=1, traced=0)
+        once = replace(load, mode="off", synthetic=(), max_new_tokens=1, traced=0)
         for future in self.drivers.drive(replace(once, begin_s=until_s + _BACK_S / 2, end_s=until_s)):
             future.result(timeout=_PREFILL_S)
         return time.monotonic() - began_s

@@ -21,8 +21,6 @@ from outrider.client import AsyncClient, GenerateOptions
 from outrider.client.outputs import GenerationOutput
 from outrider.errors import Overloaded
 
-Rule = Literal["coupled", "target_only", "rejection", "synthetic"]
-
 # Seeds of requests that follow each other in a session lie so far apart.
 _SEEDS_APART = 1000
 # A request that found no place is sent again after this.
@@ -39,7 +37,7 @@ class Load:
         first, sessions: the sessions' numbers.
         traced: of those at the first coordinator, so many have every verification reported: rounds are numbered by the
             stream between a coordinator and a target.
-        mode, temperature, rule, synthetic: as of the cell.
+        mode, temperature, synthetic: as of the cell.
         max_new_tokens: of every request.
         begin_s, end_s: what is counted; sessions start at once and stop at the end. One that has found no place by then
             tries on until the begin, where that is later: nothing is counted, and every session has run once.
@@ -52,7 +50,6 @@ class Load:
     traced: int
     mode: str
     temperature: float
-    rule: Rule
     synthetic: tuple[float, ...]
     max_new_tokens: int
     begin_s: float
@@ -69,7 +66,10 @@ class Load:
             "speculation": cast("Literal['async', 'sync', 'off']", self.mode),
             "trace": session % coordinators == 0 and session < self.first + self.traced * coordinators,
         }
-        return options | {"verification": self.rule, "synthetic_rates": self.synthetic}
+        return options | {
+            "verification": "synthetic" if self.synthetic else "coupled",
+            "synthetic_rates": self.synthetic,
+        }
 
 
 @dataclass(frozen=True, slots=True)

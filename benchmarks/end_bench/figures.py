@@ -198,8 +198,8 @@ def _loads(totals: Totals, role: registry_pb2.WorkerRole) -> list[common_pb2.Wor
 
 
 def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
-    """Tokens per second of each, relative to `off` with one target at the same load in the same turn."""
-    plain: dict[tuple[int, int, int, float], float] = {}
+    """Tokens per second of each, relative to `off` with one target at the same load."""
+    plain: dict[tuple[int, int, float], float] = {}
     for one in cells:
         if one.cell.mode == "off" and one.cell.setup.targets == 1:
             # The first is that of the setup that others are compared with.
@@ -208,8 +208,8 @@ def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]
 
 
-def _compared_by(cell: Cell) -> tuple[int, int, int, float]:
-    return cell.turn, cell.coordinators, cell.sessions, cell.temperature
+def _compared_by(cell: Cell) -> tuple[int, int, float]:
+    return cell.coordinators, cell.sessions, cell.temperature
 
 
 def as_dicts(cells: Sequence[CellFigures], *, scale_to: float | None = None) -> list[dict[str, Any]]:

@@ -11,6 +11,9 @@ from benchmarks.end_bench.arrivals import Arrivals
 from benchmarks.end_bench.cells import Cell, Plan, Setup
 from benchmarks.end_bench.services import ServiceOptions
 
+# Until every worker has loaded its checkpoint and captured its graphs.
+_START_TIMEOUT_S = 300.0
+
 
 def service_options(arguments: argparse.Namespace, *, setups: int, most_s: float) -> ServiceOptions:
     """Return the options that the roles of all setups are started with, which may take no longer than `most_s`."""
@@ -18,8 +21,6 @@ def service_options(arguments: argparse.Namespace, *, setups: int, most_s: float
     most = max(arguments.sessions) + bool(arguments.arriving)
     # Each coordinator leaves a worker's last places to the others, one for each of them.
     worker_args = ["--max-num-seqs", str(most + setups * max(arguments.coordinators) - 1)]
-    if arguments.dtype is not None:
-        worker_args += ["--dtype", arguments.dtype]
     if arguments.kv_bytes is not None:
         worker_args += ["--kv-bytes", str(arguments.kv_bytes)]
     return ServiceOptions(
@@ -38,7 +39,7 @@ def service_options(arguments: argparse.Namespace, *, setups: int, most_s: float
             *(["--allow-synthetic"] if arguments.synthetic else []),
             *arguments.coordinator_args.split(),
         ],
-        start_timeout_s=min(arguments.start_timeout, most_s),
+        start_timeout_s=min(_START_TIMEOUT_S, most_s),
     )
 
 
@@ -50,11 +51,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         baselines_at=arguments.temperatures if arguments.baselines_at is None else arguments.baselines_at,
         modes=arguments.modes,
         setups=[Setup.named(name) for name in arguments.setups],
-        rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
         only_synthetic=arguments.only_synthetic,
         round_trips=arguments.round_trips,
-        turns=arguments.turns,
         coordinators=arguments.coordinators,
         target_gpus=arguments.target_gpus,
         gpus=arguments.gpus,
@@ -95,9 +94,6 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     add("--baselines-at", type=float, nargs="*", help="temperatures of the other setups; default all")
     add(
-        "--rules", nargs="*", default=[], choices=("target_only", "rejection"), help="also with these, not only coupled"
-    )
-    add(
         "--synthetic", type=float, nargs="*", default=[], metavar="RATE",
         help="also with drafts accepted at these rates, one a depth, the last for all deeper ones",
     )  # fmt: skip
@@ -128,7 +124,6 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         help="that sessions are spread over: every cell once with each number",
     )
     add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
-    add("--dtype", choices=("float32", "bfloat16"))
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
     add(
         "--prompts", type=Path, metavar="FILE",
@@ -146,10 +141,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--warm-up", type=float, default=2.0, help="seconds of a cell that do not count")
     add("--prepare", type=float, default=0.0, help="more of them where its workers first meet its load")
     add("--measure", type=float, default=5.0, help="seconds that do")
-    add("--turns", type=int, default=1, help="how often all of it, each time compared within itself")
     add("--clients", type=int, default=4, help="processes that drive")
     add("--time-limit", type=float, help="seconds for everything: cells that find no time are left out")
-    add("--start-timeout", type=float, default=300.0)
     add("--coordinator-args", default="", help="further options of the role, in one string; so the next two")
     add("--target-args", default="")
     add("--draft-args", default="")

@@ -42,8 +42,8 @@ def table(cells: Sequence[Mapping[str, Any]], title: str) -> Table:
         shown.add_column(heading, justify="left" if name in _WORDS else "right")
     for cell in cells:
         values = [_shown(cell.get(name), form) for _, name, form in columns]
-        if cell["rule"] != "coupled":
-            values[1] += f", {cell['rule']}"
+        if cell["synthetic"]:
+            values[1] += ", synthetic"
         shown.add_row(*values)
     return shown
 

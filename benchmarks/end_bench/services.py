@@ -68,18 +68,19 @@ class ServiceOptions:
     Attributes:
         target, draft: checkpoint folders; None for the embedded models.
         device: cpu, or cuda: then every worker sees its own GPU alone.
+        start_timeout_s: until all of them serve.
         target_gpus: of each target.
         gpus: that there are; workers of further ones share the last.
         coordinators: of each setup, the most of any cell.
         through_proxies: whether coordinators dial proxies of the workers.
         worker_args: of both kinds of workers.
         target_args, draft_args, coordinator_args: further ones.
-        start_timeout_s: until all of them serve.
     """
 
     target: Path | None
     draft: Path | None
     device: str
+    start_timeout_s: float
     target_gpus: int = 1
     gpus: int = 4
     coordinators: int = 1
@@ -88,7 +89,6 @@ class ServiceOptions:
     target_args: Sequence[str] = ()
     draft_args: Sequence[str] = ()
     coordinator_args: Sequence[str] = ()
-    start_timeout_s: float = 180.0
 
 
 class Services:

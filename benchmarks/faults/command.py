@@ -24,6 +24,12 @@ from rich.console import Console
 from outrider.errors import OutriderError
 
 _BROKEN = 1
+# Different requests.
+_SCRIPTS = 24
+# Faults at a time, never two of one role.
+_AT_ONCE = 3
+# Requests without faults, before them and after them; before, again until memory has come to its level.
+_CALM_REQUESTS = 80
 _TABLE_WIDTH = 120
 # The longest one lasts a minute.
 _QUARANTINE_TIMEOUT_S = 100.0
@@ -43,18 +49,6 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--coordinators", type=int, default=2)
     parser.add_argument("--clients", type=int, default=4, help="at a time")
-    parser.add_argument("--scripts", type=int, default=24, help="different requests")
-    parser.add_argument("--longest", type=int, default=160, help="most tokens of a request")
-    parser.add_argument("--at-once", type=int, default=3, help="faults at a time, never two of one role")
-    parser.add_argument("--gap-s", type=float, nargs=2, default=(0.3, 2.0), help="between faults, least and most")
-    parser.add_argument(
-        "--calm-requests",
-        type=int,
-        default=80,
-        help="without faults, after them and before them; before, again until memory has come to its level",
-    )
-    parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="no further faults after that long")
-    parser.add_argument("--folder", type=Path, help="for the roles' logs; default a new one under the system's")
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args(given)
     if arguments.seed is None:
@@ -65,8 +59,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
 def main(given: Sequence[str]) -> int:
     """Print a table on standard output and progress on standard error; return the exit code."""
     arguments = parse(given)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
     progress, began_s = Console(stderr=True, highlight=False), time.monotonic()
 
     def say(line: str) -> None:
@@ -95,7 +88,7 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
         coordinators=arguments.coordinators,
         seed=seed,
     )
-    scripts = make_scripts(arguments.scripts, seed=seed, longest=arguments.longest)
+    scripts = make_scripts(_SCRIPTS, seed=seed)
     command = f"make chaos FAULTS={arguments.faults} SEED={seed}"
     async with Cluster(options) as cluster:
         say(f"{len(cluster.roles)} roles serve")
@@ -105,7 +98,7 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
 
         async def calm(number: int) -> list:
             load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed + number, pause_s=0.0)
-            await load.until_asked(arguments.calm_requests)
+            await load.until_asked(_CALM_REQUESTS)
             await load.stop()
             return load.histories
 
@@ -121,11 +114,11 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
                 break
 
         load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed)
-        schedule = make_schedule(arguments.faults, list(cluster.roles), seed=seed, gap_s=tuple(arguments.gap_s))
-        faults = FaultRun(cluster, schedule, at_once=arguments.at_once, say=say)
+        schedule = make_schedule(arguments.faults, list(cluster.roles), seed=seed)
+        faults = FaultRun(cluster, schedule, at_once=_AT_ONCE, say=say)
         began_s = time.monotonic()
         await load.until_asked()
-        await faults.run(time_limit_s=arguments.time_limit_s)
+        await faults.run()
         await load.stop()
         report.seconds = time.monotonic() - began_s
         histories += load.histories

@@ -44,6 +44,8 @@ _TABLE: dict[FaultKind, tuple[Sequence[str], float, tuple[float, float]]] = {
     FaultKind.SLOW_DISK: (_ALL, 1, (0.0, 0.0)),
     FaultKind.BLOCKED_LOG: (_ALL, 2, (2.0, 8.0)),
 }
+# Between faults, least and most.
+_GAP_S = (0.3, 2.0)
 ENDS_PROCESS = frozenset({FaultKind.KILL, FaultKind.SLOW_DISK})
 
 
@@ -74,9 +76,7 @@ class PlannedFault:
         return f"fault {self.number}: {self.kind.value} of {self.role} for {self.duration_s:.1f} s"
 
 
-def make_schedule(
-    count: int, roles: Sequence[str], *, seed: int, gap_s: tuple[float, float] = (0.3, 2.5)
-) -> list[PlannedFault]:
+def make_schedule(count: int, roles: Sequence[str], *, seed: int) -> list[PlannedFault]:
     """Faults for these roles; kinds of roles are hit alike, however many of each there are.
 
     Args:
@@ -97,7 +97,7 @@ def make_schedule(
                 number=number,
                 kind=kind,
                 role=choices.choice(by_kind[role_kind]),
-                gap_s=choices.uniform(*gap_s),
+                gap_s=choices.uniform(*_GAP_S),
                 duration_s=choices.uniform(*_TABLE[kind][2]),
                 conditions=_conditions(kind, choices),
                 links=_links(kind),

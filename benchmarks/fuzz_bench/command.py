@@ -22,13 +22,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print a line for each service; return 1 if anything was wrong."""
     everything = [*SERVICES, *(kind.name for kind in EVIL_KINDS), LEASE_KIND]
     parser = argparse.ArgumentParser(prog="fuzz.py")
-    parser.add_argument("--messages", type=int, default=1000, help="at each service")
-    parser.add_argument(
-        "--answers",
-        type=int,
-        default=None,
-        help="of each kind that workers and coordinators answer; default as messages",
-    )
+    parser.add_argument("--messages", type=int, default=1000, help="at each service, and of each kind of wrong answers")
     parser.add_argument("--only", nargs="+", choices=everything, default=everything, help="default all")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -47,13 +41,12 @@ async def _run(folder: Path, options: argparse.Namespace) -> list[Outcome]:
             async with tiny_service(folder) as served:
                 outcomes.append(await fuzz(served, service, messages=options.messages, seed=options.seed))
             _show(outcomes[-1])
-    messages = options.messages if options.answers is None else options.answers
     for kind in EVIL_KINDS:
         if kind.name in options.only:
-            outcomes.append(await fuzz_answers(folder, kind, messages=messages, seed=options.seed))
+            outcomes.append(await fuzz_answers(folder, kind, messages=options.messages, seed=options.seed))
             _show(outcomes[-1])
     if LEASE_KIND in options.only:
-        outcomes.append(await fuzz_leases(messages, seed=options.seed))
+        outcomes.append(await fuzz_leases(options.messages, seed=options.seed))
         _show(outcomes[-1])
     return outcomes
 

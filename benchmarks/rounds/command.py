@@ -76,7 +76,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="says how many rounds of each cell count")
     parser.add_argument("--chance", type=float, default=ReplayOptions.chance, help="replay: that a level is right")
     parser.add_argument("--depth", type=int, default=ReplayOptions.depth, help="replay: levels of a tree")
-    parser.add_argument("--width", type=int, default=ReplayOptions.width, help="replay: children of a node")
     parser.add_argument("--delay-ms", type=float, default=ReplayOptions.delay_ms, help="replay: from commit to growth")
     parser.add_argument("--kv-bytes", type=int, help="of the target; default as in a worker")
     parser.add_argument("--threads", type=int, default=1, help="of an operator on a CPU")
@@ -177,9 +176,7 @@ class Cells:
 
     def _drafter(self, target: Target) -> ReplayDrafter:
         options = self._options
-        trees = ReplayOptions(
-            chance=options.chance, depth=options.depth, width=options.width, delay_ms=options.delay_ms
-        )
+        trees = ReplayOptions(chance=options.chance, depth=options.depth, delay_ms=options.delay_ms)
         return ReplayDrafter(self._records, trees, vocab_size=target.runner.vocab_size)
 
     def _cell(self, target: Target, mode: str, count: int) -> _Cell:

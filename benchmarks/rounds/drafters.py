@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from outrider.sampling import SamplingSpec
 
-_OF_SIBLINGS = 0.3
-"""Estimated chance of a child beside the best one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Grown:
@@ -38,13 +35,11 @@ class ReplayOptions:
     Attributes:
         chance: that a level has the right token, if all levels above have.
         depth: levels.
-        width: children of a node on the path.
         delay_ms: from a commit to the tree below it.
     """
 
     chance: float = 0.8
     depth: int = 6
-    width: int = 1
     delay_ms: float = 1.0
 
 
@@ -93,16 +88,13 @@ class ReplayDrafter:
         options, chance = self._options, self._chances[number]
         begin = length - self._prompts[number]
         tokens, parents, acceptances = list[int](), list[int](), list[float]()
-        node_ids, first, parent, is_right = list[int](), self._ids[number] + 1, 0, True
+        node_ids, first, is_right = list[int](), self._ids[number] + 1, True
         for right in self._records[number][begin : begin + options.depth]:
             is_right = is_right and chance.random() < options.chance
-            best = right if is_right else (right + 1) % self._vocab_size
-            for child in range(options.width):
-                tokens.append(best if not child else (right + 1 + child) % self._vocab_size)
-                parents.append(parent)
-                node_ids.append(first + len(node_ids))
-                acceptances.append(options.chance if not child else _OF_SIBLINGS * (1 - options.chance))
-            parent = node_ids[-options.width]
+            tokens.append(right if is_right else (right + 1) % self._vocab_size)
+            parents.append(node_ids[-1] if node_ids else 0)
+            node_ids.append(first + len(node_ids))
+            acceptances.append(options.chance)
         self._ids[number] += len(node_ids)
         return Grown(
             number=number,

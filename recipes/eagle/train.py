@@ -223,17 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, help="that the target writes in a round")
     parser.add_argument("--rounds", type=int, help="in which the target writes")
     parser.add_argument("--batch", type=int, help="windows of a training step")
-    parser.add_argument("--window", type=int, help="tokens of a window")
-    parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
-    parser.add_argument("--step-share", type=float, help="of chains that are followed from each of them to the next")
-    parser.add_argument("--uses", type=int, help="steps that draw a window each time that the target reads it")
     parser.add_argument("--feed-forward", type=int, help="units of the layer; if --begin-with has more, its largest")
-    parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
-    parser.add_argument("--decay-share", type=float, help="of the time, in which learning rates fall to zero")
     parser.add_argument("--begin-with", type=Path, help="folder of a head to go on with")
     parser.add_argument("--matrix-lr", type=float, help="learning rate of the matrices")
-    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a few seconds of each stage, to try the recipe itself")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -260,22 +253,14 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         recipe = for_target(recipe, shape_of_checkpoint(options.target))
     windows = {
         "batch_sequences": options.batch,
-        "sequence_tokens": options.window,
         "matrix_lr": options.matrix_lr,
-        "decay_share": options.decay_share,
         "seed": options.seed,
     }
-    if options.no_compile:
-        windows["compile"] = False
     written = {"sequences": options.sequences, "rounds": options.rounds, "seed": options.seed}
     changes = {
         "shape": replace(recipe.shape, intermediate_size=options.feed_forward or recipe.shape.intermediate_size),
         "seconds": options.seconds,
-        "unroll": options.unroll,
-        "step_share": options.step_share,
-        "uses": options.uses,
         "begin_with": None if options.begin_with is None else str(options.begin_with.resolve()),
-        "taps": None if options.taps is None else tuple(options.taps),
         "windows": replace(recipe.windows, **{name: value for name, value in windows.items() if value is not None}),
         "written": replace(recipe.written, **{name: value for name, value in written.items() if value is not None}),
     }

@@ -35,6 +35,8 @@ from benchmarks.results import commit
 logger = logging.getLogger("compare")
 
 NEAR_TIE = 1e-4
+# Requests of the service under way.
+_CONCURRENCY = 6
 PASSES: dict[str, Literal["off", "async"]] = {"off": "off", "n-grams": "async", "n-grams, answer known": "async"}
 
 
@@ -92,7 +94,7 @@ def largest_shortfall(model: Any, prompt: Sequence[int], output: Sequence[int], 
 
 
 def compare_outputs(
-    model: Any, client: Client, prompts: Sequence[ChatPrompt], expected: Sequence[list[int]], *, concurrency: int
+    model: Any, client: Client, prompts: Sequence[ChatPrompt], expected: Sequence[list[int]]
 ) -> list[Comparison]:
     """Return a comparison for every pass and prompt.
 
@@ -101,7 +103,6 @@ def compare_outputs(
         client: of the service.
         prompts: to answer.
         expected: transformers' output for each, of one length unless an end token came first.
-        concurrency: requests under way.
     """
     new_tokens, found = max(map(len, expected)), []
     for way, mode in PASSES.items():
@@ -109,7 +110,7 @@ def compare_outputs(
         def answer(prompt: ChatPrompt, mode: Literal["off", "async"] = mode) -> GenerationOutput:
             return client.generate(prompt.token_ids, temperature=0.0, max_new_tokens=new_tokens, speculation=mode)
 
-        with ThreadPoolExecutor(concurrency) as requests:
+        with ThreadPoolExecutor(_CONCURRENCY) as requests:
             outputs = list(requests.map(answer, prompts))
         for prompt, output, theirs in zip(prompts, outputs, expected, strict=True):
             own, differs_at, shortfall = list(output.token_ids), None, 0.0
@@ -162,7 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path, help="checkpoint folder that recipes/smollm2/fetch.py has written")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each output, at most")
     parser.add_argument("--prompts", type=int, help="only so many, spread over the file; default: all")
-    parser.add_argument("--concurrency", type=int, default=6, help="requests of the service under way")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ) as service,
         Client(service.endpoint) as client,
     ):
-        found = compare_outputs(model, client, prompts, expected, concurrency=options.concurrency)
+        found = compare_outputs(model, client, prompts, expected)
     different = [each for each in found if each.differs_at is not None]
     report = {
         "command": f"python recipes/smollm2/compare.py MODEL --new-tokens {options.new_tokens}",

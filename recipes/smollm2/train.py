@@ -196,13 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--minutes", type=float, help="after which the command ends")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--text-tokens", type=int, help="that the target writes")
     parser.add_argument("--part", type=int, nargs=2, metavar=("I", "N"), default=(0, 1),
                         help="of the text: every Nth round from the Ith on, for a machine with N GPUs")  # fmt: skip
     parser.add_argument("--sequences", type=int, help="that it writes at a time: memory of its keys and values")
     parser.add_argument("--train-minutes", type=float, help="of the distillation; learning rates are zero at its end")
     parser.add_argument("--batch", type=int, help="conversations of a step")
-    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a few steps of each stage, to try the recipe itself")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -228,12 +226,10 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     distillation, conversations = recipe.distillation, recipe.conversations
     return replace(
         recipe,
-        text_tokens=options.text_tokens or recipe.text_tokens,
         distillation=replace(
             distillation,
             seconds=60 * options.train_minutes if options.train_minutes else distillation.seconds,
             batch_sequences=options.batch or distillation.batch_sequences,
-            compile=distillation.compile and not options.no_compile,
         ),
         conversations=replace(conversations, sequences=options.sequences or conversations.sequences),
     )

@@ -8,7 +8,7 @@ from benchmarks.draft_service_bench import command
 from benchmarks.draft_service_bench.coordinator import Load, Session
 
 _SURE = Load(
-    sessions=1, prompt_tokens=5, round_ms=1.0, acceptance=1.0, temperature=0.0, live_nodes=64, vocab_size=96, max_len=99
+    sessions=1, prompt_tokens=5, round_ms=1.0, acceptance=1.0, temperature=0.0, vocab_size=96, max_len=99
 )  # fmt: skip
 
 

@@ -45,8 +45,6 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
         (SHARED, "async", (), 1),
         (RESIDENT, "async", (), 1),
     ]
-    ruled = cells_of(plan(temperatures=[0.0, 0.5], rules=["rejection"]))
-    assert [(cell.rule, cell.temperature, cell.mode) for cell in ruled[4:]] == [("rejection", 0.5, "async")]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
     assert [cell.gpus for cell in cells_of(plan(gpus=1))] == [1, 1]
     # Two drafts for one target of two GPUs.
@@ -61,9 +59,8 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
     assert longer[1].name == "async 1+1 1 ms to draft, 4 sessions, temperature 0"
     assert [cell.sessions for cell in cells_of(plan(setups=[REPLICAS], baselines_at=[0.0], sessions=[1, 2]))] == [2]
     assert setups_of(cells_of(everything)) == [APART, REPLICAS, THREE_TARGETS, SHARED, RESIDENT]
-    assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
     alone = cells_of(plan(synthetic=(0.5,), only_synthetic=True))
-    assert [(cell.mode, cell.rule) for cell in alone] == [("off", "coupled"), ("async", "synthetic")]
+    assert [(cell.mode, cell.synthetic) for cell in alone] == [("off", ()), ("async", (0.5,))]
     several = cells_of(plan(coordinators=(2, 1)))
     assert [cell.coordinators for cell in several] == [2, 2, 1, 1]
     assert several[0].name == "off 1+1 2 coordinators, 4 sessions, temperature 0"
@@ -74,10 +71,10 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
     assert plan_of(on_gpu).setups == [APART, SHARED, REPLICAS]
     assert plan_of(on_gpu).baselines_at == [0, 1]
-    options = service_options(parse(["--sessions", "1", "8", "--dtype", "float32"]), setups=3, most_s=7)
+    options = service_options(parse(["--sessions", "1", "8"]), setups=3, most_s=7)
     assert options.start_timeout_s == 7
     # Eight sessions of one coordinator, and a place that it leaves to each of the others.
-    assert options.worker_args == ["--max-num-seqs", "10", "--dtype", "float32"]
+    assert options.worker_args == ["--max-num-seqs", "10"]
     several = service_options(parse(["--sessions", "8", "--coordinators", "1", "2"]), setups=3, most_s=7)
     assert (several.coordinators, several.worker_args) == (2, ["--max-num-seqs", "13"])
     for wrong in (["--target", "somewhere"], ["--coordinators", "0"], ["--prompt-count", "0"], ["--only-synthetic"]):
@@ -202,7 +199,7 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
         figures(APART, "off", 99),
         figures(APART, "async", 299),
         figures(SHARED, "sync", 149),
-        figures(REPLICAS, "off", 199, turn=1),
+        figures(REPLICAS, "off", 199, temperature=1.0),
     ]
     found = as_dicts(cells)
     assert [cell["speedup"] for cell in found] == [1.0, 3.0, 1.5, None]
@@ -223,7 +220,7 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
 def test_requests_of_a_session_differ_and_repeat_in_another_run():
     load = Load(
         endpoints=["a"], prompts=Prompts(token_ids=[[1]]), first=4, sessions=3, traced=1, mode="async", temperature=1.0,
-        rule="synthetic", synthetic=(0.5,), max_new_tokens=8, begin_s=0, end_s=0,
+        synthetic=(0.5,), max_new_tokens=8, begin_s=0, end_s=0,
     )  # fmt: skip
     options = [load.options(session, count) for session in (4, 5) for count in (0, 1)]
     assert len({one.get("seed") for one in options}) == 4
