@@ -1,14 +1,17 @@
 """Every operator over inputs that nobody should send: indices out of range, cycles, NaN, odd sizes.
 
-None of it may touch memory of others; what the operators answer is the tests' business. `WILD` numbers stand where an
-index is expected, so that a missing bound shows as an access far outside.
+None of it may touch memory of others; what the operators answer is the business of other tests. `_WILD` numbers stand
+where an index is expected, so that a missing bound shows as an access far outside. docs/kernels.md says how to run
+these tests under a memory checker.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 
 from outrider import ops
@@ -18,7 +21,7 @@ from outrider.kernels.linear.gated_activation import gated_activation
 from outrider.kernels.linear.residual_norm import residual_norm
 from outrider.kernels.linear.skinny import gated_linear, linear, linear_parts
 
-WILD = (2**62, -(2**62), 2**63 - 1, -(2**63), 2**31, 2**32 + 1)
+_WILD = (2**62, -(2**62), 2**63 - 1, -(2**63), 2**31, 2**32 + 1)
 _WILD_INT32 = (2**31 - 1, -(2**31), 2**31 - 100, -5)
 _SHAPES = ((2, 1), (3, 12), (2, 64), (2, 129))  # batch, nodes
 _VOCABULARIES = (1, 111, 9001)
@@ -38,7 +41,7 @@ class Inputs:
     def wild(self, *shape: int, below: int) -> torch.Tensor:
         """int64, most of them just in or out of [0, below), one in ten far out."""
         near = torch.randint(-3, below + 3, shape, generator=self._generator)
-        far = torch.tensor(WILD)[torch.randint(len(WILD), shape, generator=self._generator)]
+        far = torch.tensor(_WILD)[torch.randint(len(_WILD), shape, generator=self._generator)]
         return torch.where(torch.rand(shape, generator=self._generator) < 0.1, far, near).to(self.device)
 
     def floats(self, *shape: int) -> torch.Tensor:
@@ -78,7 +81,7 @@ def trees(make: Inputs) -> None:
     topk, depth = 3, 4
     lengths = [(5, 5, 5)]
     if make.device.type != "cpu":
-        lengths.append((-900, 128, WILD[0]))  # on the CPU the size of a full mask is checked against them
+        lengths.append((-900, 128, _WILD[0]))  # on the CPU the size of a full mask is checked against them
     for batch, nodes in _SHAPES:
         pool = topk + (depth - 1) * topk**2
         for mode in ops.TreeMaskMode if nodes <= 64 else list(ops.TreeMaskMode)[:2]:
@@ -284,3 +287,21 @@ GROUPS: dict[str, Callable[[Inputs], None]] = {
     group.__name__: group
     for group in (trees, walks, probabilities, choices, processors, draft_inputs, attention, step_kernels)
 }
+
+
+def test_every_operator_is_among_them():
+    source = Path(__file__).read_text(encoding="utf-8")
+    # Two of the names compute nothing on the device.
+    operators = {name for name in ops.__all__ if name[0].islower()} - {
+        "create_config_for_draft_model",
+        "extend_all_queries_by_N",
+    }
+    assert not {name for name in operators if f"ops.{name}(" not in source}
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("group", GROUPS)
+def test_references_and_kernels_survive_them(group: str, device: torch.device):
+    GROUPS[group](Inputs(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
