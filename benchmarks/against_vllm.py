@@ -28,7 +28,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import torch
 from benchmarks import results
 from benchmarks.end_bench.prompts import Answer, Prompts, by_category, conversations_of, prompts_of
-from benchmarks.end_bench.report import machine
 from transformers import GenerationConfig
 
 _DRAFTS, _ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = results.provenance("against_vllm.py", sys.argv[1:] if arguments is None else arguments)
     document["versions"]["vllm"] = vllm.__version__
     document |= {
-        "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        "machine": results.machine("cuda" if torch.cuda.is_available() else "cpu"),
         "draft_tokens": options.draft_tokens if options.draft else 0,
         "cells": [bench.measure(temperature, sessions) for temperature, sessions in cells],
         "categories": bench.categories,

@@ -10,7 +10,6 @@ where a request was refused or failed, or where the coordinator's memory grew fr
 import argparse
 import itertools
 import os
-import platform
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console(width=220, highlight=False).print(table, *missed, sep="\n", markup=False)
     if options.output_json is not None:
         document = results.provenance("connections.py", sys.argv[1:] if arguments is None else arguments)
-        document |= {"machine": _machine(), "runs": rows}
+        document |= {"machine": results.machine("cpu"), "runs": rows}
         results.write(document, options.output_json)
     return int(bool(missed))
 
@@ -140,10 +139,6 @@ def _memory_of(pid: int) -> Iterator[list[float]]:
 
 def _rss_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * 4096 / 2**20
-
-
-def _machine() -> str:
-    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, which the clients share"
 
 
 if __name__ == "__main__":

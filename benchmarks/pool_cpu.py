@@ -6,7 +6,6 @@ Medians in microseconds of calls as a worker makes them, checks included, with o
 """
 
 import argparse
-import platform
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ def main() -> int:
         "append": pool.run_append,
     }
     report = results.provenance("pool_cpu.py", sys.argv[1:]) | {
-        "machine": f"{platform.machine()}, {platform.processor() or 'processor not named'}, one thread",
+        "machine": results.machine("cpu"),
         "sessions": options.sessions,
         "entries": _ENTRIES,
         "repeats": _REPEATS,

@@ -1,4 +1,4 @@
-"""The provenance in every benchmark's results file, and how that file is written."""
+"""Provenance of every benchmark's results file, how that file is written, and the CPU time of a process."""
 
 import json
 import os
@@ -31,6 +31,34 @@ def commit() -> str:
         ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, timeout=10, check=False
     )
     return found.stdout.strip() or "unknown"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return the machine that figures are taken on; its GPUs unless the device is cpu."""
+    found: dict[str, Any] = {"cores": os.cpu_count(), "processor": _processor()}
+    if device != "cpu":
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        )
+        found["gpus"] = asked.stdout.splitlines()
+    return found
+
+
+def _processor() -> str:
+    described = Path("/proc/cpuinfo")
+    for line in described.read_text(encoding="utf-8").splitlines() if described.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process's threads, without its children's; 0 where there is no /proc."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return 0.0
+    fields = stat.read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def write(document: Mapping[str, Any], path: Path | None) -> None:

@@ -65,7 +65,7 @@ class Run:
     def report(self) -> dict[str, Any]:
         """Return the results for JSON."""
         return results.provenance("end_to_end.py", self.given) | {
-            "machine": report.machine(self.arguments.device),
+            "machine": results.machine(self.arguments.device),
             "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
             "cells": as_dicts(self.cells, scale_to=self.arguments.scale_to),
             "categories": categories_as_dicts(self.cells),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,17 +69,3 @@ def line(cell: Mapping[str, Any]) -> str:
 
 def _shown(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def machine(device: str) -> dict[str, Any]:
-    """The machine that the numbers were taken on."""
-    found: dict[str, Any] = {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-    }
-    if device != "cpu":
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
-        )
-        found["gpus"] = asked.stdout.splitlines()
-    return found

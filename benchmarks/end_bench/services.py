@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from benchmarks import results
 from benchmarks.end_bench.cells import Setup
 from benchmarks.end_bench.figures import Totals
 from benchmarks.end_bench.links import Links
@@ -157,7 +158,7 @@ class Services:
             # A connection that is held meanwhile would be ended for asking after the server without having a call.
             with Client(endpoint) as client:
                 infos.append(client.server_info())
-        return Totals.of(infos, cpu_s=sum(_cpu_s(role.process.pid) for role in self._coordinators[setup]))
+        return Totals.of(infos, cpu_s=sum(results.cpu_s(role.process.pid) for role in self._coordinators[setup]))
 
     def _start(self, deadline: float) -> None:
         options = self._options
@@ -221,15 +222,6 @@ def visible_devices(gpus: Sequence[int]) -> str:
     """Return CUDA_VISIBLE_DEVICES of a worker on some of the GPUs that this process sees; those beyond are the last."""
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(dict.fromkeys(seen[min(gpu, len(seen) - 1)] if seen else str(gpu) for gpu in gpus))
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU time of a process's threads, without its children's; 0 where there is no /proc."""
-    stat = Path(f"/proc/{pid}/stat")
-    if not stat.exists():
-        return 0.0
-    fields = stat.read_text(encoding="utf-8").rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _model(folder: Path | None) -> list[str]:

@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     if torch.cuda.device_count() < most:
         console.print(f"{most} CUDA devices are needed, torch finds {torch.cuda.device_count()}")
         return _NEEDS_CUDA
-    found = results.provenance("tensor_parallel.py", arguments) | {"machine": {"name": torch.cuda.get_device_name()}}
+    found = results.provenance("tensor_parallel.py", arguments) | {"machine": results.machine("cuda")}
     with torch.inference_mode():
         machine = measure_machine(GraphTimer(torch.device("cuda", 0), replays=5))
     found["copy_bytes_per_s"] = machine.copy_bytes_per_s

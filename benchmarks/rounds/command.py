@@ -19,7 +19,7 @@ from benchmarks.rounds import timeline
 from benchmarks.rounds.drafters import ReplayDrafter, ReplayOptions
 from benchmarks.rounds.driving import BenchSession, Driver, Recorder
 from benchmarks.rounds.figures import figures
-from benchmarks.rounds.loading import Target, clock_offset, load_target, machine
+from benchmarks.rounds.loading import Target, clock_offset, load_target
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -52,10 +52,9 @@ def run(arguments: Sequence[str]) -> int:
         timeline.draw(json.loads(options.draw.read_text(encoding="utf-8"))["timeline"]["data"], options.timeline)
         return 0
     share_interpreter()
-    document = results.provenance("rounds", arguments)
+    document = results.provenance("rounds", arguments) | {"machine": results.machine(options.device)}
     with cores_awake(options.keep_cores_awake) as settle:
         document |= Cells(options, console).measure(settle)
-    document["machine"] = {"name": machine(options.device)}
     if options.output is not None:
         results.write(document, options.output)
     return 0
@@ -235,7 +234,8 @@ class Cells:
         selected, due = timeline.check(found)
         line = f"growth written 0.2 ms before a round begins is selected in it: {selected} of {due}"
         self._console.print(line, markup=False, highlight=False)
-        title = f"{mode}, {count} sessions, {machine(options.device)}"
+        machine = results.machine(options.device)
+        title = f"{mode}, {count} sessions, {(machine.get('gpus') or [machine['processor']])[0]}"
         data = timeline.data_of(recorder, rounds, found, offset_ns=offset_ns, title=title)
         if importlib.util.find_spec("matplotlib") is None:
             self._console.print("matplotlib is not installed: draw the results elsewhere, by --draw FILE.json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,13 +94,3 @@ def clock_offset(device: torch.device) -> tuple[int, int]:
         readings.append((ended - began, int(times[RoundTime.BEGAN]) - (began + ended) // 2))
     width, offset = min(readings)
     return offset, width // 2
-
-
-def machine(device: str) -> str:
-    """Return the name of the machine's device."""
-    if device != "cpu":
-        return torch.cuda.get_device_name(torch.device(device))
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return f"{line.partition(':')[2].strip()}, {torch.get_num_threads()} threads"
-    return "CPU"

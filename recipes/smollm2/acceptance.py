@@ -30,7 +30,6 @@ from outrider.local import LocalService
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks import results
-from benchmarks.end_bench.report import machine
 
 logger = logging.getLogger("acceptance")
 
@@ -207,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = {
         "command": shlex.join(["python", "recipes/smollm2/acceptance.py", *(arguments or sys.argv[1:])]),
         "commit": results.commit(),
-        "machine": machine(options.device),
+        "machine": results.machine(options.device),
         "versions": {"torch": torch.__version__},
     }
     services, _ = _ON_CPU if options.device == "cpu" else _ON_GPU

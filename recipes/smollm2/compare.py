@@ -9,9 +9,7 @@ logit, given the tokens before it. Such outputs are counted. Any other differenc
 """
 
 import argparse
-import json
 import logging
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ from outrider.client.outputs import GenerationOutput
 from outrider.local import LocalService
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.results import commit
+from benchmarks import results
 
 logger = logging.getLogger("compare")
 
@@ -166,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    measured_commit = commit()
+    measured_commit = results.commit()
     prompts = read_chat_prompts(options.model)
     prompts = prompts[:: max(1, len(prompts) // (options.prompts or len(prompts)))][: options.prompts]
     model = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
@@ -186,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {
         "command": f"python recipes/smollm2/compare.py MODEL --new-tokens {options.new_tokens}",
         "commit": measured_commit,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": results.machine("cpu"),
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -197,11 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "outputs": summary(found),
         "differences": [asdict(each) for each in different],
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if options.output_json is None:
-        sys.stdout.write(text)
-    else:
-        options.output_json.write_text(text, encoding="utf-8")
+    results.write(report, options.output_json)
     return int(any(not each.is_near_tie for each in different))
 
 
