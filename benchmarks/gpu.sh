@@ -81,7 +81,7 @@ chat() {
 
 # chat_vllm DRAFT_TOKENS: what chat measures, by vLLM
 chat_vllm() {
-    # shellcheck disable=SC2086  # options apart
+    # shellcheck disable=SC2046,SC2086  # options apart
     part 330 "chat_vllm_$1" "${VLLM:-$python}" benchmarks/against_vllm.py --target "$checkpoints/smollm2-target-8b" \
         $(drafting "$checkpoints/smollm2-draft-160m" "$1") $conversations --output-json "$out/chat_vllm_$1.json"
 }
@@ -187,9 +187,8 @@ for name in "$@"; do
             widened draft 160m 8192
             end_to_end arriving 100 --setups 1+1 --modes off async --sessions 32 --temperatures 0 --max-new-tokens 3000 \
                 --target "$checkpoints/target-8b-8192" --draft "$checkpoints/draft-160m-8192" --arriving 128 4096 ;;
-        # One draft for one, two and three targets, two for two, and none, or one in each of four targets: tokens/s per GPU
-        # says how many a draft can feed.
-        # Of its 23 processes each has fewer cores that never sleep.
+        # One draft for one, two or three targets, two for two, none, and a drafter inside each of four: tokens/s per GPU
+        # says how many targets a draft can feed. 23 processes share the cores: each keeps fewer awake.
         four-gpus) always=$awake awake="--keep-cores-awake 2"
             end_to_end four_gpus 360 --gpus 4 --setups 1+1 1+2 1+3 2+2 0+4 4xresident --coordinators 1 2 \
                 --modes off async --sessions 64 128 192 --temperatures 0 1 --warm-up 0.8 --measure 1.6 \

@@ -6,8 +6,8 @@ Targets commit a token of each of their sessions every round, drafts grow nodes 
 clients read their streams. Reports messages per second, latencies of growth, of commits, of clients' messages and of
 unary calls (median and 99th percentile, of a message's oldest token), how often a session was held, and the share of a
 core that the coordinator takes; before that, how long it takes until all streams, which come at once, have begun, and
-the longest unary call meanwhile. Everything is on this machine: two cores at least, where clients give way to the
-others.
+the longest unary call meanwhile. The share of a core includes some 50 unary calls a second. Everything is on this
+machine: two cores at least, where clients give way to the others.
 """
 
 from __future__ import annotations

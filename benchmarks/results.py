@@ -1,4 +1,4 @@
-"""Provenance of every benchmark's results file, how that file is written, and the CPU time of a process."""
+"""Provenance, machine and CPU time for results files, and how these are written."""
 
 import json
 import os

@@ -385,8 +385,8 @@ def _place_drafter(config: DeployConfig, draft: ModelFiles | None, gpus: int | N
         return dataclasses.replace(config, drafter_placement="resident"), ", where heads run"
     if config.drafter_placement is not None or config.drafts == 0 or config.draft_source == "ngram":
         return config, ""
-    each, placement = asked_target_gpus(config), "worker"
-    each = 1.0 if each is None else each
+    asked, placement = asked_target_gpus(config), "worker"
+    each = 1.0 if asked is None else asked
     if config.worker_options:
         why = f", as --{next(iter(config.worker_options)).replace('_', '-')} asks"
     elif gpus is None:
@@ -394,9 +394,9 @@ def _place_drafter(config: DeployConfig, draft: ModelFiles | None, gpus: int | N
     elif gpus == 0:
         why = ", as there is no GPU"
     elif gpus - config.targets * each >= 1:
-        why, most = ", as a GPU is left for it", int(gpus / each) if each else 0
+        why, most = ", as a GPU is left for it", int(gpus / each) if each >= 1 else 0
         if most > config.targets:
-            why += f" (for many sessions: --targets {most}, each with the draft inside)"
+            why += f" (with many sessions, --targets {most} --drafter-placement resident serves more)"
     else:
         placement, why = "resident", ", as there is one GPU" if gpus == 1 else f", as targets take all {gpus} GPUs"
     return dataclasses.replace(config, drafter_placement=placement), why

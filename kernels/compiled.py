@@ -1,4 +1,4 @@
-"""Functions as machine code: loops over arrays, whole numbers and floats, for numba compiles nothing else."""
+"""Compiles loops over arrays, whole numbers and floats with numba."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -9,11 +9,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """The function as machine code that leaves the interpreter to other threads.
+    """Return the function as machine code that runs without the GIL.
 
-    What is kept on disk is made anew when the function's own file changes, and only then: constants of others go in
-    as arguments, or stay as they are. Who changes a function of a checkout that another file's compiled one calls
-    (`trie.find`) removes `__pycache__/*.nbi` there.
+    The cache on disk is made anew only when the function's own file changes. After a change to a compiled function that
+    another file's calls (`trie.find`), remove `__pycache__/*.nbi`.
     """
     try:
         return cast("_Function", njit(cache=True, nogil=True)(function))

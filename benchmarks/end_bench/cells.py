@@ -113,7 +113,7 @@ class Plan:
         synthetic: rates; cells at the first temperature, for every number of sessions.
         only_synthetic: no other drafts with the first setup.
         round_trips: milliseconds that the links to drafts and to targets are longer, in cells of their own.
-        coordinators: numbers of those that sessions are spread over: every cell once with each.
+        coordinators: numbers of coordinators; every cell is measured with each.
         target_gpus: of each target.
         gpus: that there are.
     """

@@ -188,7 +188,7 @@ class Bench:
         prompts: of the requests.
         max_new_tokens: of every request.
         measure_s: how long a cell is looked at.
-        prefilled: prompts that the targets of a setup have seen from so many coordinators, which spread them otherwise.
+        prefilled: prompts that a setup's targets have seen, by number of coordinators, which routes them.
     """
 
     services: Services
@@ -226,9 +226,9 @@ class Bench:
             self.prefilled[way] = first
         futures = self.drivers.drive(load)
         time.sleep(max(0.0, load.begin_s - time.monotonic()))
-        before = self.services.totals(cell.setup)
+        before = self.services.totals(cell.setup, cell.coordinators)
         time.sleep(max(0.0, load.end_s - time.monotonic()))
-        after = self.services.totals(cell.setup)
+        after = self.services.totals(cell.setup, cell.coordinators)
         driven = [future.result(timeout=_BACK_S) for future in futures]
         return CellFigures.of(cell, driven, before, after, begin_s=load.begin_s, end_s=load.end_s)
 

@@ -239,6 +239,7 @@ def categories_as_dicts(cells: Sequence[CellFigures]) -> list[dict[str, Any]]:
             "mode": one.cell.mode,
             "temperature": one.cell.temperature,
             "sessions": one.cell.sessions,
+            "coordinators": one.cell.coordinators,
             **asdict(category),
         }
         for one in cells

@@ -151,14 +151,16 @@ class Services:
         for role in self._roles.values():
             role.check_alive()
 
-    def totals(self, setup: Setup) -> Totals:
-        """Return what the coordinators of a setup have counted so far."""
+    def totals(self, setup: Setup, coordinators: int) -> Totals:
+        """Return what so many of a setup's coordinators have counted so far."""
         infos = []
-        for endpoint in self.endpoints[setup]:
+        for endpoint in self.endpoints[setup][:coordinators]:
             # A connection that is held meanwhile would be ended for asking after the server without having a call.
             with Client(endpoint) as client:
                 infos.append(client.server_info())
-        return Totals.of(infos, cpu_s=sum(results.cpu_s(role.process.pid) for role in self._coordinators[setup]))
+        return Totals.of(
+            infos, cpu_s=sum(results.cpu_s(role.process.pid) for role in self._coordinators[setup][:coordinators])
+        )
 
     def _start(self, deadline: float) -> None:
         options = self._options

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from outrider import request_decoding, rpc
-from outrider.addresses import Followed, Resolve
+from outrider.addresses import AddressFollower, Resolve
 from outrider.coordinator.api.field_checks import abort_unless_known
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -82,7 +82,7 @@ class Peers:
 
     def __init__(self, *, incarnation: int, resolve: Resolve | None = None, tls: TlsConfig | None = None) -> None:
         self._incarnation, self._resolve, self._own_address = incarnation, resolve, ""
-        self._followed = Followed(self._others, join=lambda address: _Peer(address, tls), leave=_Peer.close)
+        self._followed = AddressFollower(self._others, join=lambda address: _Peer(address, tls), leave=_Peer.close)
         self._peers = self._followed.members
 
     def start(self, own_address: str = "") -> None:

@@ -40,7 +40,7 @@ class SharedPlaces:
     """The places of one worker.
 
     Args:
-        most_sessions: that the worker takes.
+        max_sessions: that the worker takes.
 
     Attributes:
         most_sessions: that this coordinator may have there now.
@@ -48,8 +48,8 @@ class SharedPlaces:
         has_others: whether others' sessions are there, as far as is known.
     """
 
-    def __init__(self, most_sessions: int) -> None:
-        self._most = self._share = self.most_sessions = most_sessions
+    def __init__(self, max_sessions: int) -> None:
+        self._most = self._share = self.most_sessions = max_sessions
         self.is_shared = self.has_others = False
 
     def hear(self, load: common_pb2.WorkerLoad, own: int) -> bool:

@@ -125,11 +125,11 @@ class _Name:
         return self._addresses
 
 
-class Followed(Generic[Member]):
-    """One member for each address of a list, which is asked for every second.
+class AddressFollower(Generic[Member]):
+    """Keeps one member for each address of a list that is resolved every second.
 
     Args:
-        join: makes the member of an address that is new; tried again where it raises.
+        join: makes the member of a new address. While it raises it is tried again, and nobody else joins or leaves.
         leave: ends a member; called in a task of its own where the address has gone from the list.
 
     Attributes:

@@ -38,9 +38,8 @@ def add_service(servicer: object, service: ServiceDescriptor, server: grpc.aio.S
             request_deserializer=functools.partial(decode, method.input_type),
             response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
         )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
-    # Calls wait in a line for each registered method, and in one for all others. grpc.aio takes up one call of a line
-    # in some turns of its event loop: in a common line, a burst of streams would hold up every unary call behind it.
+    # grpc.aio queues calls by registered method, and all others in one queue, from which it takes one call at a time:
+    # there a burst of streams would delay every unary call behind it.
     register = server.add_registered_method_handlers  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
     register(service.full_name, handlers)
 

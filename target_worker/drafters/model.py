@@ -44,15 +44,15 @@ from outrider.kernels.drafting.children import REPORT_COUNTS
 from outrider.kernels.drafting.records import follow_records, growth_records
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft
-from outrider.kernels.pool.re_root import re_root
+from outrider.kernels.pool.re_root import TreeEnd, re_root
 from outrider.kernels.pool.records import WORDS
 from outrider.kernels.pool.rings import EARLY_HEADER, REPORT_HEADER
 from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP
 from outrider.kernels.sampling.rows import SampledRows
-from outrider.kernels.verification.report import RoundTime, mark_time
+from outrider.kernels.verification.report import ReportColumn, RoundTime, mark_time
 from outrider.kernels.verification.walk import COUNTED_KINDS
 from outrider.target_worker.drafters.step_times import StepTimes
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, PromptShare, RoundRates
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, PromptRatio, RoundRates
 from outrider.target_worker.rounds.session import Session
 
 # Rounds whose steps are launched, and not read: the one under way and the next.
@@ -257,10 +257,6 @@ class ResidentModel:
         calibration: of all sessions.
         pace: how many steps pay.
         steps: growth steps with rows so far.
-        is_drafted: [S] bool, rows whose sessions it may grow.
-        counts_hits: [S] bool, those of them whose tokens tell whether its nodes are right: not under the
-            synthetic rule.
-        has_room: whether there were slots for all sessions when steps ran last.
     """
 
     def __init__(
@@ -293,14 +289,18 @@ class ResidentModel:
         # Steps that are not read, oldest first.
         self._under_way: deque[_Step] = deque()
         # Rounds since the last one with steps, and whether steps of the round that is read had anything to do.
-        self._rested, self._has_begun, self.has_room = 0, False, True
+        self._rested, self._has_begun = 0, False
         # Rows of committed tokens that a step would have needed room for, until one that holds prompts is launched.
         self._unfit_rows = 0
         self._read = 0
-        self._prompts = PromptShare()
+        self._prompts = PromptRatio()
+        # Whether slots sufficed for all sessions at the last first step.
+        self._has_room = True
         # By row: tokens of the opening that no launched step computes, and rows that the device may not know yet.
         self._opening, self._is_new = np.zeros(pool.sessions, np.int64), np.zeros(pool.sessions, np.bool_)
-        self.is_drafted, self.counts_hits = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.bool_)
+        # By row: whether its session may be grown, and whether its tokens tell which nodes are right: not under the
+        # synthetic rule.
+        self._is_drafted, self._counts_hits = np.zeros(pool.sessions, np.bool_), np.zeros(pool.sessions, np.bool_)
         # Tokens of drafted sessions, and how many these are.
         self._tokens, self._num_slots = 0, draft.num_slots
         self._num_drafted = 0
@@ -325,11 +325,12 @@ class ResidentModel:
         # Sessions share prompts in the target's cache, but not here. What finds no room for all of it would keep the
         # slots that others need to go on.
         needed = self._tokens + session.length + self._growth.max_live_nodes * (self._num_drafted + 1)
-        self.is_drafted[row] = is_drafted = session.is_drafted_by(self.source) and needed <= self._num_slots
+        has_room = session.length < self.pool.max_len and needed <= self._num_slots
+        self._is_drafted[row] = is_drafted = session.is_drafted_by(self.source) and has_room
         self._tokens, self._num_drafted = self._tokens + is_drafted * session.length, self._num_drafted + is_drafted
         self._grown[row], self._opening[row], self._is_new[row] = 0, session.length, True
         self._prompts.note_prompt(is_drafted * session.length)
-        self.counts_hits[row] = is_drafted and not session.sampling.is_synthetic
+        self._counts_hits[row] = is_drafted and not session.sampling.is_synthetic
         program.describe_row(
             row,
             session.sampling,
@@ -369,7 +370,7 @@ class ResidentModel:
         drafted = [
             session
             for session in sessions
-            if self.is_drafted[session.row] and session.length < min(session.limit, self.pool.max_len)
+            if self._is_drafted[session.row] and session.length < min(session.limit, self.pool.max_len)
         ]
         self._tokens, self._num_drafted = sum(session.length for session in drafted), len(drafted)
         if self._regrows:
@@ -377,12 +378,13 @@ class ResidentModel:
         growing = [session for session in drafted if session.may_grow(self.source)]
         program = self._program
         verified = sum(session.is_running or session.is_entering for session in growing)
-        expected_ns, prompt_ns = self._expected_ns(verified), self._prompts.next_round(verified) * self._prompt_row_ns()
+        expected_ns = self._expected_ns(verified)
         # Beside prompts alone the drafter computes its own.
         count, is_trial, is_sync = min(len(growing), 1), False, any(session.is_sync for session in growing)
         if is_sync:
             count = self.pace.most
         elif verified:
+            prompt_ns = self._prompts.close_round(verified) * self._prompt_row_ns()
             count = self.pace.choose(verified, expected_ns, rates, prompt_ns=prompt_ns)
             is_trial = self.pace.is_trial
         count = min(count, _ROUNDS_AHEAD * MOST_STEPS - len(self._under_way))
@@ -509,18 +511,38 @@ class ResidentModel:
             expanded = roots + max(int(gains[step.bucket]), 0) / GAIN_SCALE
         if not step.number:
             # Else its sessions are not open yet.
-            self._has_begun, self.has_room = step.verified > 0 and (rows or needed) > 0, gains[-1] >= 0
+            self._has_begun, self._has_room = step.verified > 0 and (rows or needed) > 0, gains[-1] >= 0
         usual_rows = min(self._committed.of(step.verified) + _CATCH_UP_ROWS, SHORT_GAP * step.verified)
         if self._has_begun and min(needed, rows) <= usual_rows:
             # The gain of a bucket that was too small is not known; where no bucket is large enough, slots are wanting.
             if gains[step.bucket] >= 0 or gains[-1] < 0:
-                # Sessions that are held, or wait for a turn alone, are grown as well.
+                # Sessions that are held, or wait to run alone, are grown too: roots may outnumber the verified ones.
                 self.pace.note_step(step.number, expanded=expanded, sessions=max(step.verified, roots))
             if rows:
                 self._times.note(step.bucket, step.verified, step_ns, reads=self._reads(step.number))
         if step.trial_ns is not None:
             self.pace.note_trial(step_ns - step.trial_ns)
         return step_ns
+
+    def note_round(self, columns: npt.NDArray[np.int32], *, time_ns: int) -> None:
+        """Learn from a round with verified rows, once the steps before it have been read.
+
+        Args:
+            columns: [R, N], of its report, by `ReportColumn` and session.
+            time_ns: of the round and the steps before it.
+        """
+        rows = columns[ReportColumn.POOL_ROW]
+        own = columns[:, self._is_drafted[rows] & (columns[ReportColumn.LENGTH] < self.pool.max_len)]
+        ends, counts = own[ReportColumn.TREE_END], self._counts_hits[own[ReportColumn.POOL_ROW]]
+        covered, missed = ends == TreeEnd.COVERED, ends == TreeEnd.MISSED
+        bare = (missed | (ends == TreeEnd.STARVED)) & self._has_room
+        self.pace.note_round(
+            # Sessions that begin next have no tree.
+            bare=float(bare.mean()) if bare.size else 1.0,
+            hits=int(own[ReportColumn.ACCEPTED].sum() + np.count_nonzero(covered & counts)),
+            misses=int(np.count_nonzero(missed | (covered & ~counts))),
+            time_ns=time_ns,
+        )
 
     def take_grown(self, row: int) -> list[int]:
         """Return how many nodes a session has been grown since this was called last, by kind of drafter: [3]."""
@@ -529,7 +551,7 @@ class ResidentModel:
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the calibration what a round has committed, once the steps before it have been read."""
-        self._prompts.note_committed(len(tokens) * bool(self.is_drafted[row]))
+        self._prompts.note_committed(len(tokens) * bool(self._is_drafted[row]))
         seen = self._expansions.commit(row, np.array(tokens, np.int64))
         if self._regrows:
             # The new root is expanded as a root, whatever it was before.

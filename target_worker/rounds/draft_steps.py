@@ -2,13 +2,13 @@
 
 It is the number with the least expected time for each committed token:
 
-    (time of the round + times of the steps) / (sessions + accepted), and where there are steps, time of prompts
+    (time of the round + times of the steps) / (sessions + accepted), and time of prompts if any step runs
     accepted = hit rate x sum of the values that the steps expand, and hit rate x best share for each node's row at most
 
     value       of what a step expands, for each session: 1 for a root, else the chance that verification reaches the
                 node. Learned for a round's first step, and for each further one how much less it is than that of the
-                step before. For the first step at least the share of sessions without a tree behind the newest round:
-                those of others may be full, and say nothing of sessions that begin
+                step before. The first step's is at least the share of sessions that the newest round has left without
+                a tree: full trees of others lower the average, and say nothing of sessions that begin
     hit rate    share of the places with children at which the target's choice was one of them: a property of drafter
                 and text, whatever the load. Verified or not, so that it says what more rows would bring
     best share  of these hits, those of the likeliest child: where rows are few, a node is all that a place gets
@@ -32,8 +32,8 @@ _STEP_SHARE = 0.1
 _MOST_PLACES = 128
 # A step's value after the one before it, hit rate and best share, before anything was measured.
 _PRIOR_RATIO, _PRIOR_HITS, _PRIOR_BEST = 0.8, 0.6, 0.8
-# Share of the newest round in the averages of prompts and committed tokens.
-_PROMPTS_SHARE = 1 / 512
+# Share of the newest round in the averages of prompt tokens and committed ones.
+_ROUND_SHARE = 1 / 512
 # Part of the rounds' time for steps that are not known to pay, and rounds of a trial: the first may have to catch up.
 _EXPLORED, _TRIAL_ROUNDS = 0.01, 3
 
@@ -58,7 +58,7 @@ class DraftSteps:
         self.most = most
         # Value of the first step, and of each further one the ratio to the value of the one before.
         self._first, self._ratios = 1.0, np.full(most - 1, _PRIOR_RATIO)
-        # Share of sessions without a tree behind the newest round.
+        # Share of its sessions that the newest round has left without a tree.
         self._bare = 0.0
         # The step of this round that was noted last: its number and its value.
         self._noted = (-1, 0.0)
@@ -106,7 +106,7 @@ class DraftSteps:
         Args:
             number: of the steps before it in its round.
             expanded: sum of the values that it has expanded.
-            sessions: that the round verifies, or those with such nodes if they are more.
+            sessions: that the round verifies, or those whose roots were expanded, if they are more.
         """
         value, (last, before) = expanded / sessions, self._noted
         if not number:
@@ -123,7 +123,7 @@ class DraftSteps:
         """Learn from a round with verified rows.
 
         Args:
-            bare: share of its sessions that a step can give a tree, and that have none behind it.
+            bare: share of its drafted sessions that it has left without a tree; 0 while slots are wanting.
             hits: places with children at which the target's choice was one of them.
             misses: places with children at which it was none.
             time_ns: of the round and the steps before it.
@@ -137,10 +137,10 @@ class DraftSteps:
         self._best, self._right = _faded(self._best + best, self._right + hits)
 
 
-class PromptShare:
+class PromptRatio:
     """Tokens of the prompts that a drafter has to compute, for each committed token of its sessions.
 
-    Both are averages over some hundred rounds, so that prompts that come at once are paid for by all that follows them.
+    Both are averages over about 500 rounds, so that prompts that come at once are paid for by all that follows them.
     """
 
     def __init__(self) -> None:
@@ -156,13 +156,13 @@ class PromptShare:
         """Take note of tokens that a round has committed."""
         self._committed += tokens
 
-    def next_round(self, sessions: int) -> float:
-        """Return the ratio for the next round, of so many sessions: each of them commits a token at least."""
+    def close_round(self, sessions: int) -> float:
+        """Begin a new round, of so many sessions, each of which commits a token at least; return the ratio so far."""
         self._committed_average = self._committed_average or float(sessions)
-        self._prompts_average += _PROMPTS_SHARE * (self._prompts - self._prompts_average)
-        self._committed_average += _PROMPTS_SHARE * (self._committed - self._committed_average)
+        self._prompts_average += _ROUND_SHARE * (self._prompts - self._prompts_average)
+        self._committed_average += _ROUND_SHARE * (self._committed - self._committed_average)
         self._prompts = self._committed = 0
-        return self._prompts_average / self._committed_average if self._committed_average else 0.0
+        return self._prompts_average / self._committed_average
 
 
 def _faded(part: float, whole: float) -> tuple[float, float]:

@@ -400,16 +400,7 @@ class RoundLoop:
         self._ended_ns, self._verified_rows = ended, read.verified_rows
         plain_ns = self._times.plain_ns(launched.bucket, shape, round_ns, sessions=read.sessions)
         if self._drafter is not None and read.sessions:
-            own = columns[:, self._drafter.is_drafted[columns[ReportColumn.POOL_ROW]]]
-            ends = own[ReportColumn.TREE_END]
-            covered, counts = ends == TreeEnd.COVERED, self._drafter.counts_hits[own[ReportColumn.POOL_ROW]]
-            bare = np.isin(ends, _LEFT) & self._drafter.has_room
-            self._drafter.pace.note_round(
-                bare=float(bare.mean()) if bare.size else 1.0,
-                hits=int(own[ReportColumn.ACCEPTED].sum() + np.count_nonzero(covered & counts)),
-                misses=int(np.count_nonzero((ends == TreeEnd.MISSED) | (covered & ~counts))),
-                time_ns=round_ns + drafted_ns,
-            )
+            self._drafter.note_round(columns, time_ns=round_ns + drafted_ns)
         return plain_ns, drafted_ns
 
     def _session_of(self, read: RoundReport, number: int) -> Session | None:

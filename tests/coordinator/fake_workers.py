@@ -429,11 +429,8 @@ class FakeTarget:
                 outcomes.append(self._outcome(session, tree))
                 done[session_id] = list(outcomes[-1].token_ids)
         self.rounds.append(done)
-        rows = sum(1 + outcome.selected for outcome in outcomes)
         number = len(self.rounds)
-        return results_of(
-            outcomes, faults=faults, number=number, step_ns=1000, forward_ns=900, tokens=rows, plain_ns=800
-        )
+        return results_of(outcomes, faults=faults, number=number, step_ns=1000, forward_ns=900, plain_ns=800)
 
     def choose(self, session: TargetSession) -> int:
         """The next token."""

@@ -156,7 +156,7 @@ def test_a_message_has_no_more_nodes_of_a_session_than_a_pool_holds():
         growth_batch(nodes(MOST_NODES + 1), 100)
 
 
-def test_a_long_step_and_a_large_one_are_taken():
+def test_a_long_step_is_taken():
     check_report(common_pb2.StepReport(step_ns=10**11))
 
 

@@ -91,7 +91,7 @@ def test_a_draft_model_has_a_worker_where_a_gpu_is_left_for_it(monkeypatch: pyte
     have_gpus(monkeypatch, 2)
     assert placed() == ("worker", 1)
     chosen = line(DeployConfig(port=0), "drafter")
-    assert "in a worker of its own, as a GPU is left for it (for many sessions: --targets 2, each with" in chosen
+    assert "in a worker of its own, as a GPU is left for it (with many sessions, --targets 2 --drafter" in chosen
     assert placed(drafter_placement="resident") == ("resident", 0)
     assert "as" not in line(DeployConfig(port=0, drafter_placement="worker"), "drafter").partition("  [")[0].split()
     wide: tuple[dict[str, Any], ...] = ({"targets": 2}, {"tensor_parallel_size": 2})

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/registry.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x97\x01\n\rReloadCommand\x12)\n\x05\x63heck\x18\x01 \x01(\x0b\x32\x18.outrider.v1.ReloadCheckH\x00\x12\'\n\x04hold\x18\x02 \x01(\x0b\x32\x17.outrider.v1.ReloadHoldH\x00\x12\'\n\x04swap\x18\x03 \x01(\x0b\x32\x17.outrider.v1.ReloadSwapH\x00\x42\t\n\x07\x63ommand\"\x1b\n\x0bReloadCheck\x12\x0c\n\x04path\x18\x01 \x01(\t\"6\n\nReloadHold\x12(\n\tin_flight\x18\x01 \x01(\x0e\x32\x15.outrider.v1.InFlight\"3\n\nReloadSwap\x12%\n\x07weights\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Weights\"i\n\x0cReloadReport\x12\x11\n\x07running\x18\x01 \x01(\rH\x00\x12-\n\x07targets\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.TargetReportsH\x00\x12\x0f\n\x07\x61\x62orted\x18\x03 \x01(\rB\x06\n\x04step\";\n\rTargetReports\x12*\n\x07targets\x18\x01 \x03(\x0b\x32\x19.outrider.v1.TargetReport\"\xac\x01\n\x0cTargetReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12#\n\x05\x66ound\x18\x04 \x01(\x0b\x32\x14.outrider.v1.Weights\x12%\n\x07running\x18\x05 \x01(\x0b\x32\x14.outrider.v1.Weights\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x0f\n\x07swap_ns\x18\x07 \x01(\x04\"\x8c\x01\n\x0cWorkerReport\x12\x37\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.WorkerIntroductionH\x00\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkerLoadH\x00\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x42\x08\n\x06report\"\x92\x02\n\x12WorkerIntroduction\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.outrider.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.outrider.v1.WorkerLimits\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x0c\n\x04name\x18\x07 \x01(\t\x12*\n\x07sources\x18\x08 \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x14\n\x0cwire_version\x18\t \x01(\r\"$\n\x0cWorkerLimits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\";\n\x05Lease\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\r*P\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_FINISH\x10\x01\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x02*X\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_ROLE_DRAFT\x10\x01\x12\x16\n\x12WORKER_ROLE_TARGET\x10\x02\x32\x95\x01\n\x0fRegistryService\x12=\n\x08Register\x12\x19.outrider.v1.WorkerReport\x1a\x12.outrider.v1.Lease(\x01\x30\x01\x12\x43\n\x06Reload\x12\x1a.outrider.v1.ReloadCommand\x1a\x19.outrider.v1.ReloadReport(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/registry.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x97\x01\n\rReloadCommand\x12)\n\x05\x63heck\x18\x01 \x01(\x0b\x32\x18.outrider.v1.ReloadCheckH\x00\x12\'\n\x04hold\x18\x02 \x01(\x0b\x32\x17.outrider.v1.ReloadHoldH\x00\x12\'\n\x04swap\x18\x03 \x01(\x0b\x32\x17.outrider.v1.ReloadSwapH\x00\x42\t\n\x07\x63ommand\"\x1b\n\x0bReloadCheck\x12\x0c\n\x04path\x18\x01 \x01(\t\"6\n\nReloadHold\x12(\n\tin_flight\x18\x01 \x01(\x0e\x32\x15.outrider.v1.InFlight\"3\n\nReloadSwap\x12%\n\x07weights\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Weights\"i\n\x0cReloadReport\x12\x11\n\x07running\x18\x01 \x01(\rH\x00\x12-\n\x07targets\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.TargetReportsH\x00\x12\x0f\n\x07\x61\x62orted\x18\x03 \x01(\rB\x06\n\x04step\";\n\rTargetReports\x12*\n\x07targets\x18\x01 \x03(\x0b\x32\x19.outrider.v1.TargetReport\"\xac\x01\n\x0cTargetReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12#\n\x05\x66ound\x18\x04 \x01(\x0b\x32\x14.outrider.v1.Weights\x12%\n\x07running\x18\x05 \x01(\x0b\x32\x14.outrider.v1.Weights\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x0f\n\x07swap_ns\x18\x07 \x01(\x04\"\x8c\x01\n\x0cWorkerReport\x12\x37\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.WorkerIntroductionH\x00\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkerLoadH\x00\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x42\x08\n\x06report\"\x92\x02\n\x12WorkerIntroduction\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.outrider.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.outrider.v1.WorkerLimits\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x0c\n\x04name\x18\x07 \x01(\t\x12*\n\x07sources\x18\x08 \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x14\n\x0cwire_version\x18\t \x01(\r\"0\n\x0cWorkerLimits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"G\n\x05Lease\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\rJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05*P\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_FINISH\x10\x01\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x02*X\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_ROLE_DRAFT\x10\x01\x12\x16\n\x12WORKER_ROLE_TARGET\x10\x02\x32\x95\x01\n\x0fRegistryService\x12=\n\x08Register\x12\x19.outrider.v1.WorkerReport\x1a\x12.outrider.v1.Lease(\x01\x30\x01\x12\x43\n\x06Reload\x12\x1a.outrider.v1.ReloadCommand\x1a\x19.outrider.v1.ReloadReport(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INFLIGHT']._serialized_start=1223
-  _globals['_INFLIGHT']._serialized_end=1303
-  _globals['_WORKERROLE']._serialized_start=1305
-  _globals['_WORKERROLE']._serialized_end=1393
+  _globals['_INFLIGHT']._serialized_start=1247
+  _globals['_INFLIGHT']._serialized_end=1327
+  _globals['_WORKERROLE']._serialized_start=1329
+  _globals['_WORKERROLE']._serialized_end=1417
   _globals['_RELOADCOMMAND']._serialized_start=70
   _globals['_RELOADCOMMAND']._serialized_end=221
   _globals['_RELOADCHECK']._serialized_start=223
@@ -55,9 +55,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERINTRODUCTION']._serialized_start=848
   _globals['_WORKERINTRODUCTION']._serialized_end=1122
   _globals['_WORKERLIMITS']._serialized_start=1124
-  _globals['_WORKERLIMITS']._serialized_end=1160
-  _globals['_LEASE']._serialized_start=1162
-  _globals['_LEASE']._serialized_end=1221
-  _globals['_REGISTRYSERVICE']._serialized_start=1396
-  _globals['_REGISTRYSERVICE']._serialized_end=1545
+  _globals['_WORKERLIMITS']._serialized_end=1172
+  _globals['_LEASE']._serialized_start=1174
+  _globals['_LEASE']._serialized_end=1245
+  _globals['_REGISTRYSERVICE']._serialized_start=1420
+  _globals['_REGISTRYSERVICE']._serialized_end=1569
 # @@protoc_insertion_point(module_scope)

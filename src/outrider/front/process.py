@@ -70,7 +70,8 @@ class Relay(asyncio.Protocol):
             answer = functools.partial(self.stream if is_stream else self.unary, place)
             make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
             handlers[name] = make(answer)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self._service, handlers),))
+        register = server.add_registered_method_handlers  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
+        register(self._service, handlers)
 
     async def stream(
         self, method: int, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]

@@ -2,7 +2,7 @@
 
 It stops everything while it looks through young objects (some 0.1 ms), and at times through older ones (milliseconds).
 By itself it does so after so many objects were made, which is when there is most to do: a result is applied, growth
-comes, a step is committed. In a process that serves it does so seldom, and a target tells it when there is time: when a
+comes, a step is committed. In a process that serves its threshold is high, and a target calls `between_rounds` when a
 step has begun and the one before is answered.
 """
 

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from outrider import rpc
-from outrider.addresses import Followed, Resolve
+from outrider.addresses import AddressFollower, Resolve
 from outrider.errors import WorkerRefused, WorkerUnavailable
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -169,7 +169,7 @@ class Registrar:
         self._load = load
         self._tls = tls
         self._drain_s = drain_s
-        self._followed = Followed(resolve, join=self._join, leave=self._leave)
+        self._followed = AddressFollower(resolve, join=self._join, leave=self._leave)
         self._held = self._followed.members
         self._is_in_order = True
         # Done with WorkerRefused when a coordinator does not take this worker, and none has before.

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats, PromptShare
+from outrider.target_worker.rounds.draft_steps import MOST_STEPS, DraftSteps, Floats, PromptRatio
 
 MS = 1e6
 
@@ -37,7 +37,7 @@ class World:
     def __post_init__(self) -> None:
         # Committed tokens of each session that no step has computed.
         self.gaps = np.zeros(self.sessions, np.int64)
-        self.lengths, self.prompts = np.zeros(self.sessions, np.int64), PromptShare()
+        self.lengths, self.prompts = np.zeros(self.sessions, np.int64), PromptRatio()
         if self.prompt:
             self.begin(np.ones(self.sessions, np.bool_))
 
@@ -74,7 +74,7 @@ class World:
         """Let rounds pass; return the steps before each, and tokens a nanosecond of all of them."""
         chosen, tokens, total_ns = [], 0, 0.0
         for _ in range(rounds):
-            prompt_ns = self.prompts.next_round(self.sessions) * self.chunk_ns / self.chunk
+            prompt_ns = self.prompts.close_round(self.sessions) * self.chunk_ns / self.chunk
             steps = pace.choose(self.sessions, self.times_ns(), self.expected_rates, prompt_ns=prompt_ns)
             chosen.append(steps)
             # By session: how deep its tree is.
@@ -237,22 +237,21 @@ def test_what_prompts_cost_is_part_of_what_steps_have_to_be_worth(
 
 
 def test_prompts_that_come_at_once_are_paid_for_by_what_follows():
-    share = PromptShare()
+    share = PromptRatio()
     share.note_prompt(64 * 1024)
-    assert share.next_round(64) == pytest.approx(2, rel=0.01)
+    assert share.close_round(64) == pytest.approx(2, rel=0.01)
     ratios = list[float]()
     for _ in range(3000):
         share.note_committed(128)
-        ratios.append(share.next_round(64))
+        ratios.append(share.close_round(64))
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[-1] < 0.01
     # Each of 64 sessions has a prompt of 1,024 for 256 tokens.
     for _ in range(3000):
         share.note_prompt(64 * 4)
         share.note_committed(64)
-        last = share.next_round(64)
+        last = share.close_round(64)
     assert last == pytest.approx(4, rel=0.05)
-    assert PromptShare().next_round(0) == 0
 
 
 @pytest.mark.parametrize("depth", [2, 3, 5])

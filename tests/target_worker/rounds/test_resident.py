@@ -242,7 +242,7 @@ def test_a_tree_that_was_wrong_is_no_tree(checkpoint: Path, draft_folder: Path, 
     assert pace.bare == [float(end in (TreeEnd.MISSED, TreeEnd.STARVED)) for end in ends]
 
 
-def test_rounds_without_drafted_sessions_say_nothing_of_trees(checkpoint: Path):
+def test_sessions_that_begin_behind_rounds_without_drafts_have_no_tree(checkpoint: Path):
     resident = Resident(checkpoint, checkpoint)
     resident.drafter.pace = pace = WatchedPace(2)
     resident.loop.open(replace(open_request(1, replace(GREEDY, max_new_tokens=4)), mode=SpeculationMode.OFF))
@@ -263,6 +263,20 @@ def test_no_steps_run_for_sessions_that_have_outgrown_the_drafters_slots(checkpo
     assert max(pace.counts[:20]) > 2
     # Now and then it is tried again.
     assert sum(pace.counts[-20:]) <= 6
+
+
+def test_sessions_that_are_too_long_for_the_drafter_do_not_count(checkpoint: Path):
+    resident = Resident(checkpoint, checkpoint)
+    draft = replace(resident.draft, growth=replace(resident.draft.growth, max_model_len=len(PROMPT) + 2))
+    loop, program = rounds_of(make_runner(checkpoint), draft=draft)
+    program.drafter.pace = pace = WatchedPace(1)
+    loop.open(open_request(1, replace(GREEDY, max_new_tokens=20), prompt=[*PROMPT, *PROMPT]))
+    while loop.has_work:
+        loop.turn()
+    # None is drafted: whoever begins next has no tree, and no prompt was computed.
+    assert set(pace.bare) == {1}
+    assert not pace.counts
+    assert not program.drafter.steps
 
 
 def test_sessions_that_wait_for_their_turn_alone_make_no_step_worth_more(checkpoint: Path):
