@@ -219,11 +219,11 @@ class Bench:
         )
         # The first ones; all conversations, which are short.
         first = max(cell.sessions, len(self.prompts.categories))
-        way = cell.setup, cell.coordinators
-        if first > self.prefilled.get(way, 0):
+        routed_by = cell.setup, cell.coordinators
+        if first > self.prefilled.get(routed_by, 0):
             begin_s += self._prefill(replace(load, sessions=first))
             load = replace(load, begin_s=begin_s, end_s=begin_s + self.measure_s)
-            self.prefilled[way] = first
+            self.prefilled[routed_by] = first
         futures = self.drivers.drive(load)
         time.sleep(max(0.0, load.begin_s - time.monotonic()))
         before = self.services.totals(cell.setup, cell.coordinators)

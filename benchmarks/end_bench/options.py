@@ -116,13 +116,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--draft", type=Path, metavar="FOLDER")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")
     add("--target-gpus", type=int, default=1, help="of each target, which are tensor-parallel then")
-    add(
-        "--coordinators",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="that sessions are spread over: every cell once with each number",
-    )
+    add("--coordinators", type=int, nargs="+", default=[1], help="every cell is measured with each number of them")
     add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
     add(

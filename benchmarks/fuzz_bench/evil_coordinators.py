@@ -128,7 +128,7 @@ async def fuzz_leases(messages: int, *, seed: int) -> Outcome:
                 note(f"the worker gave up: {registrar.failed.exception()!r}")
             elif not await _registered(registrar):
                 note("no lease of coordinators that are honest again")
-            taken = sum(registration.leases for registration, _ in registrar._held.values())
+            taken = sum(registration.leases for registration, _ in registrar._followed.members.values())
         finally:
             await registrar.close(in_order=False)
     for fault in (fault for each in coordinators for fault in each.faults):
@@ -145,7 +145,7 @@ async def _registered(registrar: Registrar) -> bool:
     """Return True if every lease is held within a time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_RETURN_S):
-            while not all(registration.holds_lease for registration, _ in registrar._held.values()):  # noqa: ASYNC110
+            while not all(registration.holds_lease for registration, _ in registrar._followed.members.values()):  # noqa: ASYNC110
                 await asyncio.sleep(_PAUSE_S)
             return True
     return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.coordinator.loadtest.workload_files import checked_prompt, count_in, json_lines, wrong
+from outrider.coordinator.loadtest.workload_files import checked_prompt, invalid_file, json_lines, positive_int
 from outrider.models import held_out_prompts
 
 DEFAULT_FILE = Path(__file__).resolve().parent / "prompts.jsonl"
@@ -46,7 +46,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     ids = set()
     for prompt in prompts:
         if prompt.id in ids:
-            raise wrong(str(path), f"two prompts have the id {prompt.id!r}")
+            raise invalid_file(str(path), f"two prompts have the id {prompt.id!r}")
         ids.add(prompt.id)
     return prompts
 
@@ -66,12 +66,12 @@ def embedded_prompts() -> list[BenchPrompt]:
 
 def _prompt(entry: dict[str, Any], place: str, number: int) -> BenchPrompt:
     if ("prompt" in entry) is ("messages" in entry):
-        raise wrong(place, 'either "prompt" or "messages" needed')
-    limit = count_in({"max_new_tokens": DEFAULT_NEW_TOKENS} | entry, "max_new_tokens", place)
+        raise invalid_file(place, 'either "prompt" or "messages" needed')
+    limit = positive_int({"max_new_tokens": DEFAULT_NEW_TOKENS} | entry, "max_new_tokens", place)
     names = {"id": entry.get("id", f"line-{number}"), "category": entry.get("category", "prompts")}
     for name, value in names.items():
         if not isinstance(value, str) or not value:
-            raise wrong(place, f'"{name}" is {value!r}, a text needed')
+            raise invalid_file(place, f'"{name}" is {value!r}, a text needed')
     if "messages" in entry:
         return BenchPrompt(**names, max_new_tokens=limit, messages=_messages(entry["messages"], place))
     prompt = checked_prompt(entry["prompt"], place)
@@ -83,5 +83,7 @@ def _prompt(entry: dict[str, Any], place: str, number: int) -> BenchPrompt:
 def _messages(value: Any, place: str) -> tuple[dict[str, Any], ...]:
     good = isinstance(value, list) and value
     if not good or not all(isinstance(each, dict) and isinstance(each.get("content"), str) for each in value):
-        raise wrong(place, '"messages" must be a list of objects with "role" and a text "content", and not empty')
+        raise invalid_file(
+            place, '"messages" must be a list of objects with "role" and a text "content", and not empty'
+        )
     return tuple(value)

@@ -43,8 +43,8 @@ def read_trace(path: Path, *, max_new_tokens: int, vocab_size: int, speed: float
         place = f"{path}:{number}"
         at_s = _timestamp_s(entry, place)
         if "input_length" in entry:
-            entry["prompt"] = _made_up(count_in(entry, "input_length", place), len(entries), vocab_size, seed)
-            entry.setdefault("max_tokens", count_in(entry, "output_length", place))
+            entry["prompt"] = _made_up(positive_int(entry, "input_length", place), len(entries), vocab_size, seed)
+            entry.setdefault("max_tokens", positive_int(entry, "output_length", place))
         entries.append((at_s, _turns(entry, place, max_new_tokens)))
     entries.sort(key=lambda each: each[0])
     first_s = entries[0][0]
@@ -63,13 +63,13 @@ def read_sharegpt(path: Path, *, count_tokens: Callable[[str], int], output_len:
     """
     document = _parsed(_text(path), str(path))
     if not isinstance(document, list):
-        raise wrong(str(path), "an array of conversations needed")
+        raise invalid_file(str(path), "an array of conversations needed")
     entries: list[tuple[Turn, ...]] = []
     for number, entry in enumerate(document):
         place = f"{path}: conversation {number}"
         messages = entry.get("conversations") if isinstance(entry, dict) else None
         if not isinstance(messages, list):
-            raise wrong(place, 'an object with "conversations" needed')
+            raise invalid_file(place, 'an object with "conversations" needed')
         values = [_message(message, place) for message in messages[:2]]
         if len(values) == 2:
             prompt, answer = values
@@ -77,14 +77,14 @@ def read_sharegpt(path: Path, *, count_tokens: Callable[[str], int], output_len:
             if min(tokens, count_tokens(prompt)) >= _LEAST_TOKENS:
                 entries.append((Turn(prompt=prompt, max_new_tokens=tokens),))
     if not entries:
-        raise wrong(str(path), f"no conversation has a prompt and an answer of {_LEAST_TOKENS} tokens or more")
+        raise invalid_file(str(path), f"no conversation has a prompt and an answer of {_LEAST_TOKENS} tokens or more")
     return FromFile(entries=entries, seed=seed, shuffled=True)
 
 
 def _message(message: Any, place: str) -> str:
     value = message.get("value") if isinstance(message, dict) else None
     if not isinstance(value, str):
-        raise wrong(place, 'messages need a text "value"')
+        raise invalid_file(place, 'messages need a text "value"')
     return value
 
 
@@ -99,18 +99,18 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if line.strip():
             entry = _parsed(line, f"{path}:{number}")
             if not isinstance(entry, dict):
-                raise wrong(f"{path}:{number}", "an object needed")
+                raise invalid_file(f"{path}:{number}", "an object needed")
             found = True
             yield number, entry
     if not found:
-        raise wrong(str(path), "it is empty")
+        raise invalid_file(str(path), "it is empty")
 
 
 def _turns(entry: dict[str, Any], place: str, max_new_tokens: int) -> tuple[Turn, ...]:
     prompts = entry.get("turns") if "turns" in entry else [entry.get("prompt")]
     if not isinstance(prompts, list) or not prompts:
-        raise wrong(place, '"turns" must be a list of prompts')
-    limit = max_new_tokens if entry.get("max_tokens") is None else count_in(entry, "max_tokens", place)
+        raise invalid_file(place, '"turns" must be a list of prompts')
+    limit = max_new_tokens if entry.get("max_tokens") is None else positive_int(entry, "max_tokens", place)
     return tuple(Turn(prompt=checked_prompt(prompt, place), max_new_tokens=limit) for prompt in prompts)
 
 
@@ -120,14 +120,14 @@ def checked_prompt(value: Any, place: str) -> Prompt:
         return value
     if isinstance(value, tuple | list) and value and all(type(token) is int and token >= 0 for token in value):
         return tuple(value)
-    raise wrong(place, '"prompt" must be a text or a list of token ids, and not empty')
+    raise invalid_file(place, '"prompt" must be a text or a list of token ids, and not empty')
 
 
-def count_in(entry: dict[str, Any], name: str, place: str) -> int:
+def positive_int(entry: dict[str, Any], name: str, place: str) -> int:
     """Return a number of an entry; raise InvalidRequest where it is none, or below 1."""
     value = entry.get(name)
     if type(value) is not int or value < 1:
-        raise wrong(place, f'"{name}" is {value!r}, a number of at least 1 needed')
+        raise invalid_file(place, f'"{name}" is {value!r}, a number of at least 1 needed')
     return value
 
 
@@ -136,7 +136,7 @@ def _timestamp_s(entry: dict[str, Any], place: str) -> float:
     name = "timestamp_ms" if "timestamp_ms" in entry else "timestamp"
     value = entry.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise wrong(place, f'"{name}" is {value!r}, a number needed')
+        raise invalid_file(place, f'"{name}" is {value!r}, a number needed')
     return value / 1e3 if name == "timestamp_ms" or "input_length" in entry else float(value)
 
 
@@ -149,16 +149,16 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise wrong(str(path), f"it is not UTF-8: {error}") from error
+        raise invalid_file(str(path), f"it is not UTF-8: {error}") from error
 
 
 def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise wrong(place, f"it is not JSON: {error}") from error
+        raise invalid_file(place, f"it is not JSON: {error}") from error
 
 
-def wrong(place: str, what: str) -> InvalidRequest:
+def invalid_file(place: str, what: str) -> InvalidRequest:
     """Return the error that says what is wrong with a file, and where."""
     return InvalidRequest([FieldViolation(place, what)])

@@ -83,7 +83,6 @@ class Peers:
     def __init__(self, *, incarnation: int, resolve: Resolve | None = None, tls: TlsConfig | None = None) -> None:
         self._incarnation, self._resolve, self._own_address = incarnation, resolve, ""
         self._followed = AddressFollower(self._others, join=lambda address: _Peer(address, tls), leave=_Peer.close)
-        self._peers = self._followed.members
 
     def start(self, own_address: str = "") -> None:
         """Begin to follow the list; whoever stands there as `own_address` is not asked."""
@@ -108,13 +107,13 @@ class Peers:
     async def abort(self, caller: str, request_ids: Sequence[str], reason: str) -> set[str]:
         """Abort requests at all peers; unlike `end`, asks those that failed a moment ago as well."""
         request = self._end_request(caller, request_ids, reason)
-        return _ended(await _ask("End", request, list(self._peers.values()), timeout_s=_ABORT_TIMEOUT_S))
+        return _ended(await _ask("End", request, list(self._followed.members.values()), timeout_s=_ABORT_TIMEOUT_S))
 
     def _end_request(self, caller: str, request_ids: Sequence[str], reason: str) -> peer_pb2.EndRequest:
         return peer_pb2.EndRequest(incarnation=self._incarnation, caller=caller, request_ids=request_ids, reason=reason)
 
     async def _ask_all(self, method: str, request: Any) -> list[Any]:
-        peers = [peer for peer in self._peers.values() if not peer.is_avoided]
+        peers = [peer for peer in self._followed.members.values() if not peer.is_avoided]
         return await _ask(method, request, peers, timeout_s=_ANSWER_TIMEOUT_S)
 
     async def _others(self) -> Sequence[str]:

@@ -23,6 +23,7 @@ _RESOLVE_PAUSE_S = 1.0
 _RESOLVE_TIMEOUT_S = 5.0
 
 Member = TypeVar("Member")
+Leave = Callable[[Member], Coroutine[Any, Any, None]]
 
 
 def check_address(entry: str) -> None:
@@ -136,9 +137,7 @@ class AddressFollower(Generic[Member]):
         members: by address.
     """
 
-    def __init__(
-        self, resolve: Resolve, *, join: Callable[[str], Member], leave: Callable[[Member], Coroutine[Any, Any, None]]
-    ) -> None:
+    def __init__(self, resolve: Resolve, *, join: Callable[[str], Member], leave: Leave[Member]) -> None:
         self._resolve, self._join, self._leave = resolve, join, leave
         self.members: dict[str, Member] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -148,14 +147,14 @@ class AddressFollower(Generic[Member]):
         """Begin to follow the list."""
         self._following = asyncio.create_task(self._follow(), name="list of coordinators")
 
-    async def close(self) -> None:
-        """Follow the list no further; leave all members, and wait until they have been left."""
+    async def close(self, leave: Leave[Member] | None = None) -> None:
+        """Follow the list no further; end all members, as `leave` does if it is given, and wait for their end."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         members = list(self.members.values())
         self.members.clear()
-        await asyncio.gather(*map(self._leave, members), *self._leaving)
+        await asyncio.gather(*map(leave or self._leave, members), *self._leaving)
 
     async def _follow(self) -> None:
         trouble = ""

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import Descriptor, FileDescriptor, MethodDescrip
 from google.protobuf.message import DecodeError, Message
 
 from outrider.errors import FieldViolation, InvalidRequest
-from outrider.rpc import abort_with
+from outrider.rpc import abort_with, add_methods
 
 # Of what may be megabytes of broken text; a status has to fit into 8 KiB.
 _MAX_REASONS = 16
@@ -38,10 +38,7 @@ def add_service(servicer: object, service: ServiceDescriptor, server: grpc.aio.S
             request_deserializer=functools.partial(decode, method.input_type),
             response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
         )
-    # grpc.aio queues calls by registered method, and all others in one queue, from which it takes one call at a time:
-    # there a burst of streams would delay every unary call behind it.
-    register = server.add_registered_method_handlers  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
-    register(service.full_name, handlers)
+    add_methods(server, service.full_name, handlers)
 
 
 def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -114,6 +114,18 @@ def open_channel(
         return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *window])
     role = [] if peer is None else [("grpc.ssl_target_name_override", peer.dns_name)]
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *role, *window])
+
+
+def add_methods(
+    server: grpc.aio.Server, service: str, handlers: Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
+) -> None:
+    """Add a service's methods to a server that has not started.
+
+    grpc.aio queues calls by registered method, and all others in one queue, from which it takes one call at a time:
+    there a burst of streams would delay every unary call behind it.
+    """
+    register = server.add_registered_method_handlers  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
+    register(service, handlers)
 
 
 def _fitting(message: str, most: int = _MOST_MESSAGE_BYTES) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from tests.byte_tokenizer import byte_tokenizer
+from tests.coordinator.fake_drafts import FakeDraft
 from tests.coordinator.fake_workers import (
     ENDLESS,
-    FakeDraft,
     FakeTarget,
     Growth,
     batch_of,

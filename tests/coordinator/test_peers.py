@@ -70,7 +70,7 @@ async def asks(listed: Sequence[str], **options: Any) -> AsyncIterator[Peers]:
     asking.start()
     try:
         if not options:
-            await until(lambda: len(asking._peers) == len(listed))
+            await until(lambda: len(asking._followed.members) == len(listed))
         yield asking
     finally:
         await asking.close()
@@ -151,7 +151,7 @@ async def test_a_peer_that_does_not_answer_holds_nobody_up_for_long(monkeypatch:
     with mute_peer() as mute:
         async with asyncio.timeout(30), asks([mute, f"127.0.0.1:{free_port()}"]) as asking:
             assert await asking.find(("", "r")) is None
-            assert all(peer.is_avoided for peer in asking._peers.values())
+            assert all(peer.is_avoided for peer in asking._followed.members.values())
             assert await asking.end("", ["r"], "it was aborted") == set()
             monkeypatch.setattr(peers, "_ABORT_TIMEOUT_S", 0.05)
             assert await asking.abort("", ["r"], "it was aborted") == set()
@@ -168,7 +168,7 @@ async def test_an_abort_waits_for_a_peer_that_was_slow(monkeypatch: pytest.Monke
         # Over before it is asked.
         monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", -1.0)
         assert await asking.find(("", "r")) is None
-        assert all(peer.is_avoided for peer in asking._peers.values())
+        assert all(peer.is_avoided for peer in asking._followed.members.values())
         assert await asking.end("", ["r"], "it was aborted") == set()
         assert await asking.abort("", ["r"], "it was aborted") == {"r"}
         assert "it was aborted" in ((await failure(call)).details() or "")
@@ -215,7 +215,7 @@ async def test_a_list_that_does_not_come_is_asked_for_again(monkeypatch: pytest.
 
     asking = Peers(incarnation=1, resolve=resolve)
     asking.start()
-    await until(lambda: asking._peers)
+    await until(lambda: asking._followed.members)
     await asking.close()
 
 
@@ -227,7 +227,7 @@ async def test_peers_are_known_once_certificates_can_be_read(
     async with asyncio.timeout(30), asks(["127.0.0.1:1"], tls=tls) as asking:
         await until(lambda: "the list of coordinators cannot be followed" in caplog.text)
         write_development_set(tmp_path, days=1)
-        await until(lambda: asking._peers)
+        await until(lambda: asking._followed.members)
 
 
 async def test_nobody_is_asked_about_a_request_whose_id_the_http_door_has_made_up(monkeypatch: pytest.MonkeyPatch):
@@ -238,12 +238,12 @@ async def test_nobody_is_asked_about_a_request_whose_id_the_http_door_has_made_u
             return [mute]
 
         async with asyncio.timeout(30), coordinator_running(http_port=0, target_wait_s=0.05, peers=resolve) as server:
-            await until(lambda: server._peers._peers)
+            await until(lambda: server._peers._followed.members)
             url, body = f"http://{server.http_address}/v1/completions", b'{"prompt": "import os"}'
             # There is no target: it has come as far as that.
             with pytest.raises(urllib.error.HTTPError, match="503"):
                 await asyncio.to_thread(fetch, urllib.request.Request(url, body, {"Content-Type": "application/json"}))
-            assert not any(peer.is_avoided for peer in server._peers._peers.values())
+            assert not any(peer.is_avoided for peer in server._peers._followed.members.values())
 
 
 async def test_a_coordinator_asks_itself_for_nothing():

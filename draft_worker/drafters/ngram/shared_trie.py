@@ -1,9 +1,9 @@
 """The trie that all sessions of a worker share: proposals at once, insertions on a thread of their own.
 
 Texts are queued and inserted a few tokens at a time, so a proposal waits for those few at most. Their number follows
-from how long insertions take. A waiting proposal is next: without that, the inserting thread
-would take the lock again before the other thread has woken up. If the system suspends the inserting thread while it
-holds the lock, the proposal is put off instead of waiting.
+from how long insertions take. A waiting proposal is next: without that, the inserting thread would take the lock again
+before the other thread has woken up. If the system suspends the inserting thread while it holds the lock, the proposal
+is put off instead of waiting.
 
 The queue is bounded in tokens; texts that do not fit are dropped and counted, which costs acceptance and nothing else.
 If the inserting thread fails, the trie is dropped, and nothing is proposed from then on.

@@ -29,7 +29,7 @@ from outrider import tracing
 from outrider.errors import CertificateError
 from outrider.front.frames import Frame, FrameReader, Kind, pack_frame
 from outrider.roles.log_output import log_to_stderr
-from outrider.rpc import RoleServer, abort_with_status
+from outrider.rpc import RoleServer, abort_with_status, add_methods
 from outrider.security.tls import TlsConfig
 
 _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
@@ -70,8 +70,7 @@ class Relay(asyncio.Protocol):
             answer = functools.partial(self.stream if is_stream else self.unary, place)
             make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
             handlers[name] = make(answer)
-        register = server.add_registered_method_handlers  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
-        register(self._service, handlers)
+        add_methods(server, self._service, handlers)
 
     async def stream(
         self, method: int, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]

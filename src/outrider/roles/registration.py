@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
@@ -170,8 +171,6 @@ class Registrar:
         self._tls = tls
         self._drain_s = drain_s
         self._followed = AddressFollower(resolve, join=self._join, leave=self._leave)
-        self._held = self._followed.members
-        self._is_in_order = True
         # Done with WorkerRefused when a coordinator does not take this worker, and none has before.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -185,8 +184,7 @@ class Registrar:
         Args:
             in_order: tells them first and lets them move their sessions away, within `drain_s`.
         """
-        self._is_in_order = in_order
-        await self._followed.close()
+        await self._followed.close(functools.partial(self._leave, in_order=in_order))
         self.failed.cancel()
 
     def _join(self, address: str) -> _Held:
@@ -195,7 +193,7 @@ class Registrar:
             self._introduction,
             self._shared_load,
             tls=self._tls,
-            serves_others=lambda: any(other.leases for other, _ in self._held.values()),
+            serves_others=lambda: any(other.leases for other, _ in self._followed.members.values()),
         )
         task = asyncio.create_task(registration.keep(), name=f"registration at {address}")
         task.add_done_callback(self._note_end)
@@ -203,17 +201,17 @@ class Registrar:
 
     def _shared_load(self) -> common_pb2.WorkerLoad:
         load = self._load()
-        load.coordinators = sum(registration.holds_lease for registration, _ in self._held.values())
+        load.coordinators = sum(registration.holds_lease for registration, _ in self._followed.members.values())
         return load
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
             self.failed.set_exception(error)
 
-    async def _leave(self, held: _Held) -> None:
+    async def _leave(self, held: _Held, *, in_order: bool = True) -> None:
         registration, task = held
         registration.leave()
-        if self._is_in_order and registration.holds_lease:
+        if in_order and registration.holds_lease:
             await asyncio.wait([task], timeout=self._drain_s)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
